@@ -1,0 +1,135 @@
+"""The checkpoint actors of a run as the fault handler sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.actors import environment  # noqa: F401  # before ray
+import ray  # isort: skip
+
+from everstep.actors.checkpoint_actor import CheckpointActor
+from everstep.actors.spec import NAMESPACE, Ack, CheckpointerSpec, actor_name
+from everstep.core import clock
+from everstep.core.errors import GroupBroken
+from everstep.platform.settings import JobSettings
+from everstep.platform.states import CheckpointerFacts
+from everstep.platform.tuner import Intervals
+from everstep.storage.chain import Chain
+
+CALL_S = 120.0  # a state may have to be replayed first
+LOOK_S = 0.5
+
+
+class Checkpointers:
+    """Makes, asks and replaces checkpoint actors.
+
+    Args:
+        settings: the job.
+        shards: shard numbers by actor.
+        intervals: when segments and bases are written.
+    """
+
+    def __init__(self, settings: JobSettings, shards: tuple[tuple[int, ...], ...], intervals: Intervals) -> None:
+        self.settings, self.shards, self.intervals = settings, shards, intervals
+        self.actors: list[Any] = []
+        self.status: list[dict[str, Any]] = [{} for _ in shards]
+        self._dead: set[int] = set()
+        self._asked: dict[int, Any] = {}
+        self._looked = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.shards)
+
+    def make(self, chain: Chain, group_epoch: int, index: int) -> Any:
+        """Start one checkpoint actor in the chain's generation; it restores its shards while it starts."""
+        spec = CheckpointerSpec(
+            self.settings.model_dump(mode="json"), index, self.shards[index], chain.manifest.generation, group_epoch,
+            self.intervals,
+        )  # fmt: skip
+        name = actor_name(chain.run, "checkpointer/", f"{index}-g{chain.manifest.generation}")
+        return CheckpointActor.options(
+            name=name, namespace=NAMESPACE, lifetime="detached", scheduling_strategy="SPREAD"
+        ).remote(spec)
+
+    def start(self, chain: Chain, group_epoch: int) -> None:
+        """Start all of them."""
+        self.actors = [self.make(chain, group_epoch, index) for index in range(len(self.shards))]
+        self._dead.clear()
+
+    def replace(self, chain: Chain, group_epoch: int) -> None:
+        """Start new ones in the chain's new generation in the place of all."""
+        for actor in self.actors:
+            ray.kill(actor, no_restart=True)
+        self.start(chain, group_epoch)
+
+    def ask(self, method: str, *arguments: Any, timeout_s: float = CALL_S) -> list[Any]:
+        """Call a method on all of them and return the answers.
+
+        Raises:
+            GroupBroken: one of them is gone.
+        """
+        try:
+            return list(ray.get([getattr(a, method).remote(*arguments) for a in self.actors], timeout=timeout_s))
+        except ray.exceptions.RayActorError as error:
+            raise GroupBroken("a checkpoint actor is gone") from error
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+
+    def begin_epoch(self, group_epoch: int, keep: int | None) -> dict[int, int]:
+        """Have them refuse older group epochs; return the last lsn received of every shard."""
+        return merged(self.ask("begin_epoch", group_epoch, keep))
+
+    def look(self) -> None:
+        """Learn how they are, twice a second."""
+        now = clock.monotonic()
+        if now - self._looked > LOOK_S:
+            self._looked = now
+            for index, actor in enumerate(self.actors):
+                if index not in self._asked:
+                    self._asked[index] = actor.status.remote()
+        for index, ref in list(self._asked.items()):
+            if not ray.wait([ref], timeout=0)[0]:
+                continue
+            del self._asked[index]
+            try:
+                self.status[index] = ray.get(ref)
+            except ray.exceptions.RayActorError:
+                self._dead.add(index)
+
+    def facts(self) -> tuple[CheckpointerFacts, ...]:
+        """Return what is known of each."""
+        return tuple(
+            CheckpointerFacts(
+                index, index not in self._dead, status.get("store_error_s"), status.get("store_error", ""),
+                status.get("fatal"),
+            )
+            for index, status in enumerate(self.status)
+        )  # fmt: skip
+
+    def lowest(self, what: str) -> int:
+        """Return the lowest lsn over all shards of "received" or "durable", as last heard."""
+        values = [lsn for status in self.status for lsn in status.get(what, {}).values()]
+        return min(values, default=0)
+
+    def close(self) -> None:
+        """Kill them all."""
+        for actor in self.actors:
+            ray.kill(actor, no_restart=True)
+        self.actors = []
+
+
+def merged(acks: list[Ack]) -> dict[int, int]:
+    """Return the last lsn received of every shard."""
+    out: dict[int, int] = {}
+    for ack in acks:
+        out.update(ack.received)
+    return out
+
+
+def lowest_durable(acks: list[Ack]) -> int:
+    """Return the durable lsn that these acknowledgements show."""
+    return min((lsn for ack in acks for lsn in ack.durable.values()), default=0)
+
+
+_Status = Mapping[str, Any]

@@ -1,0 +1,262 @@
+"""The workers of a run as the fault handler sees them: who is in the group, who waits as a spare, who is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from everstep.actors import environment  # noqa: F401  # before ray
+import ray  # isort: skip
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from everstep.actors.spec import NAMESPACE, Formation, WorkerSpec, actor_name
+from everstep.actors.train_worker import RunResult, TrainWorker
+from everstep.core import clock
+from everstep.core.errors import GroupBroken, RunFailed
+from everstep.core.ids import new_id
+from everstep.platform.settings import JobSettings
+from everstep.platform.states import WorkerFacts
+
+PROBE_S = 1.0  # how long a process may take to answer its control thread before it is taken for lost
+FORM_S = 60.0
+READY_S = 300.0
+
+
+@dataclass
+class Member:
+    """One worker actor."""
+
+    identity: str
+    actor: Any
+    pid: int = 0
+    node: str = ""
+    run: Any = None  # the reference of its current `run` call
+    result: RunResult | None = None
+    lsn: int = 0
+    entered: int = 0
+    heard: float = 0.0  # when its control thread last answered
+
+
+class Crew:
+    """Makes, forms, watches and replaces workers.
+
+    Args:
+        settings: the job.
+        spec: what each worker is built from; its identity is filled in here.
+    """
+
+    def __init__(self, settings: JobSettings, spec: WorkerSpec) -> None:
+        self.settings, self.spec = settings, spec
+        self.members: list[Member] = []  # by world rank
+        self.spares: list[Member] = []
+        self.last_progress = clock.monotonic()
+        self._probes: dict[str, Any] = {}
+        self._probed = 0.0
+
+    # ---- making ----
+
+    def make(self) -> Member:
+        """Start a worker actor; it is not ready yet."""
+        identity = new_id()
+        workers, run = self.settings.workers, self.settings.run.name or ""
+        spec = WorkerSpec(**{**vars(self.spec), "identity": identity})
+        actor = TrainWorker.options(
+            name=actor_name(run, "worker/", identity), namespace=NAMESPACE, lifetime="detached",
+            num_cpus=workers.cpus, num_gpus=workers.gpus or None,
+        ).remote(spec)  # fmt: skip
+        return Member(identity, actor)
+
+    def fill_spares(self) -> None:
+        """Start as many spares as the settings ask for; they get ready in the background."""
+        while len(self.spares) < self.settings.workers.spares:
+            self.spares.append(self.make())
+
+    def replacement(self) -> Member:
+        """Return a worker to put in a lost one's place: a spare that is ready, else the first to become so."""
+        candidates = [*self.spares, *([] if self.spares else [self.make()])]
+        refs = {candidate.actor.ready.remote(): candidate for candidate in candidates}
+        done, _ = ray.wait(list(refs), num_returns=1, timeout=READY_S)
+        if not done:
+            raise RunFailed(
+                f"no worker became ready within {READY_S:.0f} s: Ray has no room for workers.cpus = "
+                f"{self.settings.workers.cpus:g}, workers.gpus = {self.settings.workers.gpus:g}",
+                hint="look at `ray status`; add nodes or lower what a worker asks for",
+            )
+        member = refs[done[0]]
+        self.spares = [spare for spare in self.spares if spare is not member]
+        try:
+            self.greet(member)
+        except ray.exceptions.RayActorError:
+            return self.replacement()
+        return member
+
+    def greet(self, member: Member) -> None:
+        """Wait until a worker is built and learn where it runs."""
+        status = ray.get(member.actor.status.remote(), timeout=READY_S)
+        member.pid, member.node, member.heard = status["pid"], status["node"], clock.monotonic()
+
+    # ---- running ----
+
+    def form(self, group_epoch: int, rendezvous: tuple[str, int], checkpointers: Sequence[Any]) -> list[dict[str, Any]]:
+        """Form the group of all members; return what each says.
+
+        Raises:
+            GroupBroken: somebody was lost meanwhile; `result` of those members says so.
+        """
+        size = len(self.members)
+        refs = [
+            member.actor.form.remote(Formation(group_epoch, place, size, rendezvous), checkpointers)
+            for place, member in enumerate(self.members)
+        ]
+        answers: list[dict[str, Any]] = []
+        deadline = clock.monotonic() + FORM_S
+        pending = dict(zip(refs, self.members, strict=True))
+        while pending:
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=max(deadline - clock.monotonic(), 0.01))
+            if not done:
+                break
+            member = pending.pop(done[0])
+            try:
+                answers.append(ray.get(done[0]))
+                member.result = None
+            except ray.exceptions.RayActorError:
+                member.result = RunResult("dead", member.lsn)
+                break
+            except ray.exceptions.RayTaskError as error:
+                member.result = RunResult("broken", member.lsn, str(error.cause))
+                if not isinstance(error.cause, GroupBroken):
+                    raise error.cause from error
+                break
+        if pending or len(answers) < size:
+            for member in pending.values():
+                member.run = None
+            raise GroupBroken("the group broke while it formed")
+        return answers
+
+    def run(self, until: int, evaluate_first: bool) -> None:
+        """Set every member running."""
+        for member in self.members:
+            member.result = None
+            member.run = member.actor.run.remote(until, evaluate_first)
+        self.last_progress = clock.monotonic()
+
+    def look(self, wait_s: float) -> None:
+        """Learn which runs have ended and how far the others are; returns as soon as one ends."""
+        running = {member.run: member for member in self.members if member.run is not None and member.result is None}
+        if running:
+            done, _ = ray.wait(list(running), num_returns=1, timeout=wait_s)
+            done, _ = ray.wait(list(running), num_returns=len(running), timeout=0) if done else (done, [])
+            for ref in done:
+                self._ended(running[ref], ref)
+        self._probe()
+
+    def facts(self) -> tuple[WorkerFacts, ...]:
+        """Return what is known of every member."""
+        now, out = clock.monotonic(), []
+        for place, member in enumerate(self.members):
+            result = member.result
+            out.append(
+                WorkerFacts(
+                    member.identity, place, result.outcome if result else None, member.lsn, member.entered,
+                    answers=now - member.heard < 4 * PROBE_S, message=result.message if result else "",
+                    error=result.error if result else None,
+                )  # fmt: skip
+            )
+        return tuple(out)
+
+    def end_epoch(self, group_epoch: int, kill: Sequence[str]) -> None:
+        """End a group epoch: members in `kill` are killed, the others come out of their runs, or are killed."""
+        for member in self.members:
+            if member.identity in kill:
+                self.kill(member)
+            elif member.result is None or member.result.outcome != "dead":
+                member.actor.end_epoch.remote(group_epoch)
+        limit = clock.monotonic() + self.settings.workers.hang_timeout_s
+        for member in self.members:
+            while member.run is not None and member.result is None:
+                self._come_out(member, limit)
+
+    def _come_out(self, member: Member, limit: float) -> None:
+        """Wait for one run to end; a process that does not even answer is killed at once, a busy one at the limit."""
+        done, _ = ray.wait([member.run], timeout=PROBE_S)
+        if done:
+            self._ended(member, member.run)
+        elif clock.monotonic() > limit or not self._answers(member):
+            self.kill(member)
+
+    def _answers(self, member: Member) -> bool:
+        try:
+            ray.get(member.actor.status.remote(), timeout=PROBE_S)
+        except ray.exceptions.RayError:
+            return False
+        return True
+
+    def kill(self, member: Member) -> None:
+        """Make sure that a worker is gone, also a stopped process, which Ray's own kill does not reach."""
+        ray.kill(member.actor, no_restart=True)
+        if member.pid:
+            kill_process(member.node, member.pid)
+        member.result = RunResult("dead", member.lsn)
+
+    def _ended(self, member: Member, ref: Any) -> None:
+        try:
+            member.result = ray.get(ref)
+            member.lsn = max(member.result.lsn, 0)
+        except ray.exceptions.RayActorError:
+            member.result = RunResult("dead", member.lsn)
+        self.last_progress = clock.monotonic()
+
+    def _probe(self) -> None:
+        """Ask every member's control thread where it stands, a few times a second, and collect what came back."""
+        now = clock.monotonic()
+        if now - self._probed > PROBE_S / 4:
+            self._probed = now
+            for member in self.members:
+                if member.identity not in self._probes:
+                    self._probes[member.identity] = member.actor.status.remote()
+        for member in self.members:
+            ref = self._probes.get(member.identity)
+            if ref is None or not ray.wait([ref], timeout=0)[0]:
+                continue
+            del self._probes[member.identity]
+            try:
+                self._heard(member, ray.get(ref))
+            except ray.exceptions.RayError:
+                continue  # its run says so too
+
+    def _heard(self, member: Member, status: Mapping[str, Any]) -> None:
+        member.heard = clock.monotonic()
+        if status["lsn"] > member.lsn:
+            self.last_progress = member.heard
+        member.lsn, member.entered = max(member.lsn, status["lsn"]), status["entered"]
+        self.latest = dict(status)
+
+    latest: Mapping[str, Any] = {}
+
+    def close(self) -> None:
+        """Kill every worker."""
+        for member in [*self.members, *self.spares]:
+            self.kill(member)
+        self.members, self.spares = [], []
+
+
+def kill_process(node: str, pid: int) -> None:
+    """SIGKILL one of Ray's worker processes by its id, on whatever node it is."""
+    if node == ray.get_runtime_context().get_node_id():
+        _kill_here(pid)
+        return
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    ray.remote(num_cpus=0, max_retries=0)(_kill_here).options(scheduling_strategy=strategy).remote(pid)
+
+
+def _kill_here(pid: int) -> None:
+    try:
+        if "ray::" in " ".join(psutil.Process(pid).cmdline()):  # never a process that took over the number
+            os.kill(pid, signal.SIGKILL)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return

@@ -1,0 +1,91 @@
+"""What was lost, from where it was healed and what that cost; stored, so that it survives everybody."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from everstep.core import clock
+from everstep.storage.chain import Chain
+
+
+@dataclass
+class Healing:
+    """One fault and its cure.
+
+    Attributes:
+        kind: the injected fault's kind, or "worker_lost", "workers_lost", "hang", "user_error", "checkpointer_lost",
+            "fault_handler_lost", "cluster_lost".
+        step: the step that was under way.
+        tier: where the state came from: "survivor", "replica" or "store".
+        steps_lost: finished steps that had to be taken again because no record of them was left.
+        steps_recomputed: finished steps that were taken again, compared with their records.
+        exactness: "bitwise", "close" or "warm".
+        seconds_to_group_formed: from the fault to the new group.
+        seconds_to_next_step: from the fault to the next finished step.
+    """
+
+    kind: str
+    step: int
+    tier: str
+    steps_lost: int
+    steps_recomputed: int
+    exactness: str
+    began: float
+    seconds_to_group_formed: float | None = None
+    seconds_to_next_step: float | None = None
+
+
+class Healings:
+    """The faults of a run so far.
+
+    Args:
+        chain: where they are stored.
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        events = chain.events()
+        self.stored = sorted((n, b) for n, b in events.items() if n.startswith("healing-"))
+        self._matched = {name for _, body in self.stored for name in body["firings"]}
+        self.open: list[tuple[Healing, list[str]]] = []
+
+    def match(self, kind: str, step: int) -> tuple[str, int, float, list[str]]:
+        """Return (kind, step, wall time, firings) of what just happened: the injected fault if one has just fired."""
+        fired = {
+            name: body for name, body in self.chain.events().items()
+            if name.startswith("fault-") and name not in self._matched
+        }  # fmt: skip
+        if not fired:
+            return kind, step, clock.wall(), []
+        self._matched |= set(fired)
+        last = max(fired.values(), key=lambda body: float(body["wall"]))
+        return str(last["kind"]), int(last["step"]), float(last["wall"]), sorted(fired)
+
+    def add(self, healing: Healing, firings: list[str]) -> None:
+        """Begin the account of one fault."""
+        self.open.append((healing, firings))
+
+    def formed(self) -> None:
+        """The group stands again."""
+        for healing, _ in self.open:
+            if healing.seconds_to_group_formed is None:
+                healing.seconds_to_group_formed = clock.wall() - healing.began
+
+    def stepped(self, wall: float) -> list[Healing]:
+        """A step was finished after that: close what is open, store it, return it."""
+        closed = [item for item in self.open if wall >= item[0].began]
+        for healing, firings in closed:
+            healing.seconds_to_next_step = wall - healing.began
+            number = len(self.stored)
+            body = {**asdict(healing), "firings": firings}
+            self.chain.add_event(f"healing-{number:04d}", body)
+            self.stored.append((f"healing-{number:04d}", body))
+        self.open = [item for item in self.open if item not in closed]
+        return [healing for healing, _ in closed]
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return every fault of the run, oldest first."""
+        rows = [body for _, body in self.stored] + [asdict(healing) for healing, _ in self.open]
+        hidden = ("firings", "began")
+        return [{key: value for key, value in row.items() if key not in hidden} for row in rows]

@@ -1,0 +1,109 @@
+"""A process group that is formed and re-formed inside living actors, and never waits without a bound.
+
+No wait blocks in C++: it polls, and leaves as soon as the fault handler ends the group epoch. An operation that is
+still in flight then goes to a graveyard together with its group and buffers: a stopped peer may wake and finish it,
+and a group's destructor may wait for its operations.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from everstep.actors import environment  # noqa: F401  # before any group reads it
+from everstep.core import clock
+from everstep.core.errors import EpochOver, GroupBroken
+
+TIMEOUT = timedelta(minutes=30)  # of the group itself; hangs are bounded by polling, long before
+SPINS = 200  # polls without sleeping: a collective of a megabyte takes a millisecond or two
+PAUSE_S = 0.0005
+
+_graveyard: list[Any] = []
+
+
+def connect(address: tuple[str, int]) -> dist.Store:
+    """Connect to the rendezvous store that the fault handler hosts."""
+    return dist.TCPStore(address[0], address[1], None, False, timeout=timedelta(seconds=30))
+
+
+class ProcessGroup:
+    """One formation of the group: gloo on CPU, NCCL on CUDA.
+
+    Args:
+        store: the rendezvous store; each group epoch has its own prefix in it.
+        group_epoch: the number of this formation.
+        world_rank: this worker's place, from 0.
+        world_size: the number of workers.
+        device: where the tensors live.
+        over: set by the fault handler to end this group epoch.
+    """
+
+    def __init__(
+        self, store: dist.Store, group_epoch: int, world_rank: int, world_size: int,
+        device: torch.device, over: threading.Event,
+    ) -> None:  # fmt: skip
+        self.world_rank, self.world_size = world_rank, world_size
+        self.device = device
+        self.entered = 0  # collectives begun: the worker that lags behind here is the one that hangs
+        self._over = over
+        prefix = dist.PrefixStore(f"group-epoch-{group_epoch}", store)
+        try:
+            self._group: Any = self._make(prefix, world_rank, world_size)
+        except RuntimeError as error:
+            raise GroupBroken(f"forming group epoch {group_epoch} failed: {error}") from error
+
+    def _make(self, store: dist.Store, world_rank: int, world_size: int) -> Any:
+        if self.device.type == "cuda":
+            return dist.ProcessGroupNCCL(store, world_rank, world_size, TIMEOUT)
+        return dist.ProcessGroupGloo(store, world_rank, world_size, TIMEOUT)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` over all workers, in place."""
+        self._wait(lambda group: group.allreduce([tensor]), tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every worker's `tensor`, by world rank."""
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self._wait(lambda group: group.allgather([parts], [tensor]), tensor, parts)
+        return parts
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send `tensor` to one worker."""
+        self._wait(lambda group: group.send([tensor], to, 0), tensor)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill `tensor` with what one worker sends."""
+        self._wait(lambda group: group.recv([tensor], source, 0), tensor)
+
+    def close(self) -> None:
+        """Leave the group: its sockets close, so that peers waiting for us notice at once."""
+        self._group = None
+
+    def _wait(self, begin: Any, *buffers: Any) -> None:
+        """Begin an operation and poll it to its end.
+
+        Raises:
+            EpochOver: the fault handler ended this group epoch meanwhile.
+            GroupBroken: a peer is gone.
+        """
+        if self._group is None:
+            raise GroupBroken("this worker has left its group")
+        self.entered += 1
+        try:
+            work = begin(self._group)
+            polls = 0
+            while not work.is_completed():
+                if self._over.is_set():
+                    _graveyard.append((self._group, work, buffers))
+                    self._group = None
+                    raise EpochOver("the fault handler ended this group epoch")
+                polls += 1
+                clock.sleep(0 if polls < SPINS else PAUSE_S)
+            work.wait()
+        except RuntimeError as error:
+            self.close()
+            raise GroupBroken(f"a collective failed: {str(error).splitlines()[0]}") from error

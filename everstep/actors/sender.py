@@ -1,0 +1,231 @@
+"""Hands finished steps to the checkpoint actors from a thread of its own, so that training does not wait for them.
+
+Every record of an owned shard is kept, packed, until it is durable; the last window + 1 steps are kept whole, all
+shards of them, for the shards of a worker that dies. Queues are bounded in bytes and steps, waits in time. A
+checkpoint actor that is away only makes the queue longer, until another takes its place.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from everstep.actors import environment  # noqa: F401  # before ray
+import ray  # isort: skip
+
+from everstep.actors.spec import Ack
+from everstep.core import clock
+from everstep.core.errors import Failure
+from everstep.training.layout import Layout
+from everstep.training.record import StepResult, pack
+
+PATIENCE_S = 600.0  # the longest a step waits for room: then something is broken that nobody reports
+CALL_S = 30.0
+
+
+@dataclass
+class _Kept:
+    """Packed records of owned shards that are not durable yet, by (shard, lsn)."""
+
+    payloads: dict[tuple[int, int], pa.Buffer] = field(default_factory=dict)
+    bytes: int = 0
+
+    def add(self, shard: int, lsn: int, payload: pa.Buffer) -> None:
+        old = self.payloads.pop((shard, lsn), None)
+        self.bytes += payload.size - (old.size if old is not None else 0)
+        self.payloads[shard, lsn] = payload
+
+    def drop_durable(self, durable: Mapping[int, int]) -> None:
+        for key in [k for k in self.payloads if k[1] <= durable.get(k[0], -1)]:
+            self.bytes -= self.payloads.pop(key).size
+
+
+class Sender:
+    """The log's end in a worker.
+
+    Args:
+        layout: shards and their places.
+        shards: shard numbers by checkpoint actor.
+        window: finished steps that may wait to be packed.
+        queue_bytes: packed bytes that may wait to become durable.
+        at: fault point, called with ("after_send", lsn) once a step is handed over.
+    """
+
+    def __init__(
+        self, layout: Layout, shards: Sequence[Sequence[int]], window: int, queue_bytes: int,
+        at: Callable[[str, int], None],
+    ) -> None:  # fmt: skip
+        self.layout, self.window, self.queue_bytes, self._at = layout, window, queue_bytes, at
+        self.actor_of = {shard: index for index, owned in enumerate(shards) for shard in owned}
+        self.recent: deque[StepResult] = deque(maxlen=window + 1)
+        self.received = dict.fromkeys(self.actor_of, 0)
+        self.stalled = 0.0
+        self.cpu = 0.0
+        self._kept = _Kept()
+        self._owned: tuple[int, ...] = ()
+        self._epoch = 0
+        self._actors: list[Any] = []
+        self._down: set[int] = set()
+        self._waiting = 0  # finished steps not yet packed
+        self._unacked = 0
+        self._failure: BaseException | None = None
+        self._room = threading.Condition()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        if self.actor_of:
+            threading.Thread(target=self._run, name="sender", daemon=True).start()
+
+    def begin_epoch(self, group_epoch: int, owned: Sequence[int], actors: Sequence[Any]) -> None:
+        """Send these shards to these actors from now on, stamped `group_epoch`; first send each actor what it lacks."""
+        if self.actor_of:
+            self._do(lambda: self._begin(group_epoch, tuple(owned), list(actors)))
+
+    def offer(self, result: StepResult, complete: int) -> None:
+        """Take a finished step; returns at once unless the queue is full. Waiting is added to `stalled`."""
+        if not self.actor_of:
+            return
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        started = clock.monotonic()
+        with self._room:
+            self.recent.append(result)
+            self._waiting += 1
+            room = self._room.wait_for(
+                lambda: self._waiting <= self.window and self._kept.bytes <= self.queue_bytes, PATIENCE_S
+            )
+        self._inbox.put(lambda: self._hand_over(result, complete))
+        self.stalled += clock.monotonic() - started
+        if not room:
+            raise Failure(
+                f"step {result.lsn}: {self._kept.bytes} bytes of records are not durable after {PATIENCE_S:.0f} s "
+                f"(checkpoint.queue_bytes = {self.queue_bytes})",
+                hint="see what the checkpoint actor and the store are waiting for",
+            )
+
+    def offer_residual(self, lsn: int, number: int, slices: int, data: pa.Buffer) -> None:
+        """Take this worker's slice of a compressor snapshot; `data` must not change any more."""
+        self._inbox.put(lambda: self._hand_over_residual(lsn, number, slices, data))
+
+    def lags(self, owned: Sequence[int], finished: int) -> dict[int, int]:
+        """Return, for each owned shard, how many finished steps its checkpoint actor has not acknowledged."""
+        return {shard: max(finished - self.received[shard], 0) for shard in owned if shard in self.received}
+
+    def resend(self, group_epoch: int, have: Mapping[int, int], upto: int) -> dict[int, int]:
+        """Send every record above `have` that this worker holds, of any shard; return what the actors have then.
+
+        Waits for the acknowledgements: only then may anybody read a replica. Idempotent.
+        """
+        return self._do(lambda: self._resend(group_epoch, have, upto))  # type: ignore[no-any-return]
+
+    def drain(self) -> dict[int, int]:
+        """Wait until everything handed over is acknowledged; return what the actors have."""
+        deadline = clock.monotonic() + PATIENCE_S
+        while clock.monotonic() < deadline:
+            if self._do(lambda: self._waiting == 0 and self._unacked == 0):
+                break
+            clock.sleep(0.002)
+        return dict(self.received)
+
+    def _do(self, job: Callable[[], Any]) -> Any:
+        """Run `job` on the sender's thread and return what it returns."""
+        done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put((True, job()))
+            except BaseException as error:  # given to the caller, whole
+                done.put((False, error))
+
+        self._inbox.put(run)
+        good, value = done.get()
+        if not good:
+            raise value
+        return value
+
+    def _run(self) -> None:
+        while True:
+            job = self._inbox.get()
+            try:
+                job()
+            except BaseException as error:  # shown to the training loop at its next step
+                self._failure = error
+            self.cpu = clock.thread_cpu()
+
+    # everything below runs on the sender's thread
+
+    def _hand_over(self, result: StepResult, complete: int) -> None:
+        parts: dict[int, list[tuple[int, pa.Buffer]]] = {}
+        for shard in self._owned:
+            payload = pack(result, self.layout, shard)
+            self._kept.add(shard, result.lsn, payload)
+            parts.setdefault(self.actor_of[shard], []).append((shard, payload))
+        with self._room:
+            self._waiting -= 1
+            self._room.notify_all()
+        for actor, records in parts.items():
+            self._send(actor, result.lsn, records, complete)
+            self._at("after_send", result.lsn)
+
+    def _hand_over_residual(self, lsn: int, number: int, slices: int, data: pa.Buffer) -> None:
+        actor = number % len(self._actors)
+        if actor not in self._down:  # else this snapshot stays incomplete and is never named
+            self._actors[actor].put_residual.remote(self._epoch, lsn, number, slices, data)
+
+    def _send(self, actor: int, lsn: int, records: list[tuple[int, pa.Buffer]], complete: int) -> None:
+        if actor in self._down:
+            return  # kept; sent when the next actor takes its place
+        reply = self._actors[actor].put.remote(self._epoch, lsn, records, complete)
+        self._unacked += 1
+        reply.future().add_done_callback(lambda future: self._inbox.put(lambda: self._answered(actor, future)))
+
+    def _answered(self, actor: int, future: Any) -> None:
+        self._unacked -= 1
+        error = future.exception()
+        if error is not None:
+            self._down.add(actor)  # the fault handler sees it too, and connects us to another
+            return
+        self._acknowledge(future.result())
+
+    def _acknowledge(self, ack: Ack) -> None:
+        self.received.update(ack.received)
+        with self._room:
+            self._kept.drop_durable(ack.durable)
+            self._room.notify_all()
+
+    def _begin(self, group_epoch: int, owned: tuple[int, ...], actors: list[Any]) -> None:
+        self._epoch, self._owned, self._actors, self._down = group_epoch, owned, actors, set()
+        for index, actor in enumerate(actors):
+            try:
+                ack = ray.get(actor.begin_epoch.remote(group_epoch), timeout=CALL_S)
+            except ray.exceptions.RayError:
+                self._down.add(index)
+                continue
+            self._acknowledge(ack)
+            missing = sorted(
+                (lsn, shard) for shard, lsn in self._kept.payloads
+                if self.actor_of[shard] == index and shard in owned and lsn > ack.received[shard]
+            )  # fmt: skip
+            for lsn, shard in missing:
+                self._send(index, lsn, [(shard, self._kept.payloads[shard, lsn])], 0)
+
+    def _resend(self, group_epoch: int, have: Mapping[int, int], upto: int) -> dict[int, int]:
+        answers = []
+        steps = {result.lsn: result for result in self.recent}
+        for shard, last in sorted(have.items()):
+            for lsn in range(last + 1, upto + 1):
+                payload = self._kept.payloads.get((shard, lsn))
+                if payload is None and lsn in steps:
+                    payload = pack(steps[lsn], self.layout, shard)
+                if payload is None:
+                    break  # somebody else may have it
+                actor = self._actors[self.actor_of[shard]]
+                answers.append(actor.put.remote(group_epoch, lsn, [(shard, payload)], 0))
+        for ack in ray.get(answers, timeout=CALL_S):
+            self._acknowledge(ack)
+        return dict(self.received)

@@ -1,0 +1,116 @@
+"""Plain values that cross process borders, and the names under which actors find each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.platform.settings import JobSettings
+from everstep.platform.tuner import Intervals
+from everstep.training.recipe import Recipe
+
+NAMESPACE = "everstep"
+
+
+def actor_name(run: str, role: str, identity: str | int = "") -> str:
+    """Return the Ray name of one actor of a run."""
+    return f"{run}/{role}{identity}"
+
+
+def recipe_of(settings: JobSettings) -> Recipe:
+    """Return the part of the settings that decides the bits."""
+    scheduler = settings.scheduler
+    return Recipe(
+        task=settings.task.name,
+        task_options=settings.task.options,
+        init_from=settings.task.init_from,
+        seed=settings.run.seed,
+        global_size=settings.batch.global_size,
+        micro_shards=settings.batch.micro_shards,
+        loader_workers=settings.batch.loader_workers,
+        optimizer=settings.optimizer.name,
+        optimizer_options=settings.optimizer.options,
+        scheduler=scheduler.name if scheduler else None,
+        scheduler_options=scheduler.options if scheduler else {},
+        clip_norm=settings.optimizer.clip_norm,
+        autocast=settings.optimizer.autocast,
+        compressor=settings.compression.method,
+        density=settings.compression.density,
+        residual=settings.compression.residual,
+        shards=settings.checkpoint.shards,
+        on_nonfinite=settings.run.on_nonfinite,
+        digest_every=settings.run.digest_every if settings.checkpoint.actors else 0,
+    )
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a train worker is built from.
+
+    Attributes:
+        settings: the job file as a dictionary.
+        identity: the worker's name among all that ever were.
+        shards: shard numbers by checkpoint actor; empty without a log.
+        compressor_interval: steps between compressor snapshots; 0 for none.
+        killable: processes that `kill_everything` may kill, the driver first; only on a local cluster.
+    """
+
+    settings: Mapping[str, Any]
+    identity: str
+    shards: tuple[tuple[int, ...], ...]
+    compressor_interval: int
+    killable: int | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointerSpec:
+    """What a checkpoint actor is built from.
+
+    Attributes:
+        settings: the job file as a dictionary.
+        index: its number among the run's checkpoint actors.
+        shards: the shards it owns.
+        generation: the tenure it writes in.
+        group_epoch: the lowest group epoch it accepts.
+        intervals: when it cuts segments and writes bases.
+    """
+
+    settings: Mapping[str, Any]
+    index: int
+    shards: tuple[int, ...]
+    generation: int
+    group_epoch: int
+    intervals: Intervals
+
+
+@dataclass(frozen=True)
+class Formation:
+    """One forming of the process group, as told to one of its workers."""
+
+    group_epoch: int
+    world_rank: int
+    world_size: int
+    rendezvous: tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Ack:
+    """What a checkpoint actor says back: per owned shard the last lsn received and the last one durable.
+
+    Attributes:
+        index: the actor's number.
+        received: by shard.
+        durable: by shard.
+        refused: the message came from an ended group epoch.
+    """
+
+    index: int
+    received: Mapping[int, int]
+    durable: Mapping[int, int]
+    refused: bool = False
+
+
+def spread(shards: int, actors: int) -> tuple[tuple[int, ...], ...]:
+    """Return which shards (0 to `shards` inclusive) each of `actors` checkpoint actors owns, round robin."""
+    return tuple(tuple(range(shards + 1))[index::actors] for index in range(actors))

@@ -1,0 +1,419 @@
+"""The train worker: long-lived, takes steps in whatever group it is put into, and hands each step to the log.
+
+One thread trains; the control group answers meanwhile, also while a collective is stuck.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import google_crc32c
+import pyarrow as pa
+
+from everstep.actors import environment  # noqa: F401  # before ray
+import ray  # isort: skip
+
+import torch
+
+from everstep.actors.checkpoint_actor import as_arrays, from_array
+from everstep.actors.injector import Injector, kill_tree
+from everstep.actors.process_group import ProcessGroup, connect
+from everstep.actors.sender import Sender
+from everstep.actors.spec import NAMESPACE, Formation, WorkerSpec, actor_name, recipe_of
+from everstep.actors.state_transfer import receive_state, send_state
+from everstep.core import clock
+from everstep.core.errors import EpochOver, EverstepError, Interruption, RunFailed
+from everstep.platform.settings import from_dict
+from everstep.storage.chain import Chain
+from everstep.storage.store import open_store
+from everstep.tasks import build_dataset
+from everstep.training.blueprint import Blueprint
+from everstep.training.data import BatchLoader
+from everstep.training.delta import Delta
+from everstep.training.evaluate import evaluate
+from everstep.training.exchange import Exchange, Tail
+from everstep.training.record import StepResult
+from everstep.training.state import combine_digests, tensor_bytes
+from everstep.training.train_step import TrainStep
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a worker's run ended; see `platform.states.WorkerFacts`."""
+
+    outcome: str
+    lsn: int
+    message: str = ""
+    error: EverstepError | None = None
+
+
+@dataclass
+class Times:
+    """What a worker measures of itself, in seconds; `first_step` and `formed` by the wall clock."""
+
+    steps: list[float] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)
+    cpu: float = 0.0
+    formed: float = 0.0
+    first_step: float | None = None
+
+
+@ray.remote(max_restarts=0, concurrency_groups={"control": 4})
+class TrainWorker:
+    """One worker, or a spare that has everything built and waits.
+
+    Args:
+        spec: what to build.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        torch.set_num_threads(1)
+        self.spec = spec
+        self.settings = from_dict(dict(spec.settings))
+        self.blueprint = Blueprint(recipe_of(self.settings))
+        self.device = torch.device("cuda" if self.settings.workers.gpus else "cpu")
+        self.blueprint.model.to(self.device)
+        self.state = self.blueprint.live_state()
+        self.loader = self._make_loader()
+        self._validation: Any = None
+        assert self.settings.run.name is not None
+        self.chain = Chain.open(open_store(self.settings.run.store), self.settings.run.name)
+        self.injector = Injector(self.settings.faults, self.chain, self._strike)
+        self.sender = Sender(
+            self.blueprint.layout, spec.shards, self.settings.checkpoint.window,
+            self.settings.checkpoint.queue_bytes, self.injector.at,
+        )  # fmt: skip
+        self.train_step = self._make_step()
+        self.group: ProcessGroup | None = None
+        self.formation: Formation | None = None
+        self.checkpointers: list[Any] = []
+        self.times = Times()
+        self.loss: tuple[float, float] = (float("nan"), float("nan"))  # of the first and the last step
+        self.evaluated: dict[str, Any] = {}
+        self._rendezvous: tuple[tuple[str, int], Any] | None = None
+        self._over = threading.Event()
+        self._ended_epoch = -1
+        self._stopping = False
+        self._owned: tuple[int, ...] = ()
+        self._mine: range = range(0)
+        self._check = int(combine_digests(self.state.tensor_digests())[:15], 16)
+        self._last: StepResult | None = None
+
+    def _make_loader(self) -> BatchLoader:
+        dataset = build_dataset(self.blueprint.task, "train")
+        batch = self.settings.batch
+        loader = BatchLoader(
+            dataset, seed=self.settings.run.seed, global_size=batch.global_size, micro_shards=batch.micro_shards,
+            workers=batch.loader_workers, collate=getattr(self.blueprint.task, "collate", None),
+        )  # fmt: skip
+        self._samples = len(dataset)  # type: ignore[arg-type]  # sized, checked when built
+        return loader
+
+    def _make_step(self) -> TrainStep:
+        recipe, layout = self.blueprint.recipe, self.blueprint.layout
+        from everstep.compressors import build_compressor
+
+        buffers = sum(name.startswith("buffer/") for name in self.state.fixed)
+        tail = Tail(len(layout.slots), buffers, len(layout.shards))
+        compressor = build_compressor(recipe.compressor, recipe.density)
+        window = self.settings.checkpoint.window
+        exchange = Exchange(layout, tail, compressor, recipe.residual, window, self.device)
+        step = TrainStep(self.blueprint, self.state, exchange, tail, self.injector.at)
+        step.samples_per_epoch = self._samples
+        return step
+
+    # ---- control: answered at any time ----
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> dict[str, Any]:
+        """Return where this worker stands."""
+        formation = self.formation
+        recent = self.times.steps[-20:]
+        return {
+            "identity": self.spec.identity,
+            "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "world_rank": formation.world_rank if formation else None,
+            "group_epoch": formation.group_epoch if formation else -1,
+            "lsn": self.state.lsn,
+            "entered": self.group.entered if self.group else 0,
+            "loss": self.loss[1],
+            "step_s": statistics.median(recent) if recent else None,
+            "formed": self.times.formed,
+            "first_step": self.times.first_step,
+            "evaluated": self.evaluated,
+        }
+
+    @ray.method(concurrency_group="control")
+    def end_epoch(self, group_epoch: int) -> None:
+        """Leave the group of this epoch, and of any before."""
+        self._ended_epoch = max(self._ended_epoch, group_epoch)
+        formation = self.formation
+        if formation is None or formation.group_epoch <= group_epoch:
+            self._over.set()
+
+    @ray.method(concurrency_group="control")
+    def request_stop(self) -> None:
+        """Ask the whole group to stop after the same step."""
+        self._stopping = True
+
+    @ray.method(concurrency_group="control")
+    def connect_checkpointers(self, checkpointers: Sequence[Any]) -> None:
+        """Send records to these checkpoint actors from now on."""
+        self.checkpointers = list(checkpointers)
+        formation = self.formation
+        if formation is not None:
+            self.sender.begin_epoch(formation.group_epoch, self._owned, self.checkpointers)
+
+    # ---- the training thread ----
+
+    def ready(self) -> int:
+        """Return the process id once everything is built."""
+        return os.getpid()
+
+    def load(self, lsn: int, parts: Sequence[Mapping[str, Any]], residual: Any) -> None:
+        """Take over a state that checkpoint actors sent.
+
+        Args:
+            lsn: the step it belongs to.
+            parts: tensors by canonical name, one mapping an actor.
+            residual: fp32 array (n,), or None for zero.
+        """
+        tensors = {name: from_array(value) for part in parts for name, value in part.items()}
+        self.state.load(tensors, lsn)
+        self.train_step.exchange.adopt(lsn, None if residual is None else torch.tensor(residual))
+        self._settle(int(combine_digests(self.state.tensor_digests())[:15], 16))
+
+    def load_residual(self, lsn: int, residual: Any) -> None:
+        """Take over this worker's own residual (fp32, (n,)), which `form` then leaves alone."""
+        self.train_step.exchange.preload(lsn, torch.tensor(residual))
+
+    def form(self, formation: Formation, checkpointers: Sequence[Any]) -> dict[str, Any]:
+        """Join a new group, give or take the state where somebody is behind, and go to the next step.
+
+        Returns:
+            `lsn`; `received`: whether the state came from a peer; `drifted`: whether it had to although the lsn agreed.
+
+        Raises:
+            Interruption: the group broke while it formed.
+        """
+        if formation.group_epoch <= self._ended_epoch:
+            raise EpochOver(f"group epoch {formation.group_epoch} has ended")
+        self.formation = formation
+        self._over.clear()
+        if self.group is not None:
+            self.group.close()
+        self.train_step.exchange.renew()
+        self.injector.world_rank = formation.world_rank
+        store = self._connected(formation.rendezvous)
+        self.group = ProcessGroup(
+            store, formation.group_epoch, formation.world_rank, formation.world_size, self.device, self._over
+        )
+        received = self._level(self.group)
+        micro, size, place = self.settings.batch.micro_shards, formation.world_size, formation.world_rank
+        self._mine = range(micro * place // size, micro * (place + 1) // size)
+        self._owned = tuple(s for s in self.sender.actor_of if s % size == place)
+        self.checkpointers = list(checkpointers)
+        self.sender.begin_epoch(formation.group_epoch, self._owned, self.checkpointers)
+        self.loader.start(self.state.lsn + 1, self._mine)
+        self.times.formed, self.times.first_step = clock.wall(), None
+        return {"lsn": self.state.lsn, **received}
+
+    def run(self, until: int, evaluate_first: bool) -> RunResult:
+        """Take steps up to `until`, or until something ends the run; never raises."""
+        cpu = clock.thread_cpu()
+        try:
+            if evaluate_first:
+                self._evaluate()
+            return RunResult(self._steps(until), self.state.lsn)
+        except Interruption as interruption:
+            return RunResult("broken", self._lsn(), interruption.message)
+        except EverstepError as error:
+            return RunResult("failed", self._lsn(), error.message, error)
+        except torch.OutOfMemoryError as error:
+            return RunResult("error", self._lsn(), traceback.format_exc() or str(error))
+        except Exception:  # the user's own code; the fault handler decides whether to try again
+            return RunResult("error", self._lsn(), traceback.format_exc())
+        finally:
+            self.times.cpu += clock.thread_cpu() - cpu
+            if self.group is not None and self._left_early(until):
+                self.group.close()  # so that peers which wait for us come out at once
+
+    def resend(self, group_epoch: int, have: Mapping[int, int]) -> dict[int, int]:
+        """Send the checkpoint actors every record above `have` that this worker holds; return what they have then."""
+        return self.sender.resend(group_epoch, have, self.state.lsn)
+
+    def drain(self) -> dict[int, int]:
+        """Wait until all records are acknowledged; return what the checkpoint actors have."""
+        return self.sender.drain()
+
+    def tensors(self) -> tuple[int, dict[str, Any]]:
+        """Return (lsn, the whole state) in the form checkpoint actors take."""
+        return self.state.lsn, as_arrays(self.state.tensors())
+
+    def digest(self) -> tuple[int, str]:
+        """Return (lsn, digest of the whole state)."""
+        return self.state.lsn, self.state.digest()
+
+    def measures(self) -> dict[str, Any]:
+        """Return what this worker measured of itself."""
+        steps, stalls = self.times.steps, self.times.stalls
+        return {
+            "step_seconds_median": statistics.median(steps) if steps else None,
+            "stall_fraction": sum(stalls) / sum(steps) if steps else 0.0,
+            "sender_cpu": self.sender.cpu,
+            "train_cpu": self.times.cpu,
+            "network_bytes": self.train_step.network_bytes,
+            "loss_first": self.loss[0],
+            "loss_last": self.loss[1],
+            "full_bytes": sum(t.numel() * t.element_size() for t in self.state.tensors().values()),
+        }
+
+    @ray.method(concurrency_group="control")
+    def die(self) -> None:
+        """Be killed."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    # ---- inside ----
+
+    def _steps(self, until: int) -> str:
+        assert self.group is not None and self.formation is not None
+        while self.state.lsn < until:
+            lsn = self.state.lsn + 1
+            started = clock.monotonic()
+            batches = self.loader.step(lsn)
+            result, tail = self.train_step.run(
+                batches, self._mine, self.group, self.formation.group_epoch,
+                lags=self.sender.lags(self._owned, self.state.lsn), stop=self._stopping, owned=self._owned,
+            )  # fmt: skip
+            names = self.train_step.tail
+            complete = lsn - 1 - int(tail[names.lag].max())
+            self._last = result
+            stalled = self.sender.stalled
+            self.sender.offer(result, complete)
+            self._snapshot(lsn)
+            self._count(result, started, self.sender.stalled - stalled)
+            every = self.settings.eval.every
+            if every and lsn % every == 0:
+                self._evaluate()
+            if float(tail[names.stop]) > 0:
+                self._stopping = False
+                return "stopped" if self.state.lsn < until else "finished"
+        return "finished"
+
+    def _count(self, result: StepResult, started: float, stalled: float) -> None:
+        loss = float(result.scalars["loss"])
+        self.loss = (loss if result.lsn == 1 else self.loss[0], loss)
+        self.times.steps.append(clock.monotonic() - started)
+        self.times.stalls.append(stalled)
+        if self.times.first_step is None:
+            self.times.first_step = clock.wall()
+
+    def _snapshot(self, lsn: int) -> None:
+        """Hand this worker's slice of the residual to a checkpoint actor, on the steps that keep one."""
+        every, residual = self.spec.compressor_interval, self.train_step.exchange.residual
+        if residual is None or not every or lsn % every or not self.checkpointers or self.formation is None:
+            return
+        started = clock.monotonic()
+        place, size = self.formation.world_rank, self.formation.world_size
+        part = residual
+        if self.blueprint.recipe.residual == "replicated":
+            part = residual[residual.numel() * place // size : residual.numel() * (place + 1) // size]
+        data = pa.py_buffer(bytes(tensor_bytes(part)))
+        self.sender.offer_residual(lsn, place, size, data)
+        self.sender.stalled += clock.monotonic() - started
+
+    def _evaluate(self) -> None:
+        assert self.group is not None
+        settings = self.settings
+        if self._validation is None:
+            self._validation = build_dataset(self.blueprint.task, settings.eval.split)
+        values = evaluate(
+            self.blueprint.task, self.blueprint.model, self._validation, self.group,
+            batch_size=settings.batch.global_size // settings.batch.micro_shards, seed=settings.run.seed,
+            device=self.device,
+        )  # fmt: skip
+        self.evaluated = {"lsn": self.state.lsn, "split": settings.eval.split, **values}
+        if self.group.world_rank == 0:
+            self.chain.add_event(f"eval-{self.state.lsn:012d}", self.evaluated)
+
+    def _left_early(self, until: int) -> bool:
+        return self.state.lsn < until
+
+    def _lsn(self) -> int:
+        return -1 if self.train_step.torn else self.state.lsn
+
+    def _connected(self, address: tuple[str, int]) -> Any:
+        if self._rendezvous is None or self._rendezvous[0] != address:
+            self._rendezvous = (address, connect(address))
+        return self._rendezvous[1]
+
+    def _level(self, group: ProcessGroup) -> dict[str, bool]:
+        """Bring everybody to the highest finished step: nobody rolls back, who is behind gets the state."""
+        mine = torch.tensor([self._lsn(), self._checksum()], dtype=torch.int64, device=self.device)
+        table = [(int(row[0]), int(row[1])) for row in group.all_gather(mine)]
+        top = max(lsn for lsn, _ in table)
+        if top < 0:
+            raise RunFailed("no worker has a whole state", hint="`everstep resume` the run from the store")
+        source = next(at for at, (lsn, _) in enumerate(table) if lsn == top)
+        behind = [at for at, row in enumerate(table) if row != table[source]]
+        replicated = self.blueprint.recipe.residual == "replicated"
+        for place in behind:
+            if group.world_rank == source:
+                tensors = self.state.tensors()
+                residual = self.train_step.exchange.residual
+                if replicated and residual is not None:
+                    tensors["residual"] = residual
+                send_state(group, place, top, self._checksum(), tensors)
+            elif group.world_rank == place:
+                lsn, check, tensors = receive_state(group, source)
+                residual = tensors.pop("residual", None)
+                self.state.load(tensors, lsn)
+                self.train_step.exchange.adopt(lsn, residual)
+                self._settle(check)
+        received = group.world_rank in behind
+        return {"received": received, "drifted": received and table[group.world_rank][0] == top}
+
+    def _settle(self, check: int) -> None:
+        """The state was replaced: what was derived from the old one is made anew."""
+        self._check, self._last = check, None
+        self.train_step.torn = False
+        self.train_step.align_schedule()
+
+    def _checksum(self) -> int:
+        """Return a number that two workers share if they took the same last step."""
+        if self._last is not None and self._last.lsn == self.state.lsn:
+            self._check = _crc(self._last.delta, self._last.lsn)
+        return self._check
+
+    def _strike(self, kind: str, target: int) -> None:
+        """Carry out a fault that hits another process."""
+        if kind == "kill_everything":
+            if self.spec.killable is None:
+                raise RunFailed(
+                    "fault kill_everything: this cluster was not started by everstep, so it is not killed",
+                    hint="run without RAY_ADDRESS, on a local cluster",
+                )
+            kill_tree(self.spec.killable)
+        victim = self.checkpointers[target] if kind == "kill_checkpointer" else self._handler()
+        try:
+            ray.get(victim.die.remote(), timeout=10)
+        except ray.exceptions.RayError:
+            return  # it died
+
+    def _handler(self) -> Any:
+        return ray.get_actor(actor_name(self.settings.run.name or "", "handler"), namespace=NAMESPACE)
+
+
+def _crc(delta: Delta | None, lsn: int) -> int:
+    if delta is None:
+        return lsn
+    crc = google_crc32c.value(delta.values.tobytes())
+    return int(crc if delta.indices is None else google_crc32c.extend(crc, delta.indices.tobytes()))

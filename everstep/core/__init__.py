@@ -1,0 +1,1 @@
+"""What every room may use: errors, registry, clock, ids, random keys. No torch, no Ray."""

@@ -1,0 +1,133 @@
+"""The manifest: the numbered, immutable object that names a run's structure. The highest number wins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, cast
+
+import google_crc32c
+
+from everstep.core.errors import CorruptObject, FormatTooNew
+
+FORMAT = 1
+
+State = Literal["claim", "open", "closed"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """The lsns `first` to `last` of one shard belong to what `generation` wrote; `last` None = still being written.
+
+    `last` == `first` - 1 is a span without segments: only the base that the generation began from.
+    """
+
+    generation: int
+    shard: int
+    first: int
+    last: int | None
+
+    def has_base(self, lsn: int) -> bool:
+        """Whether a base of this generation and shard at `lsn` belongs to the run's history."""
+        return self.first - 1 <= lsn and (self.last is None or lsn <= self.last)
+
+
+@dataclass(frozen=True)
+class CompressorSnapshot:
+    """A compressor state of which all `slices` are stored, at one lsn."""
+
+    generation: int
+    lsn: int
+    slices: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a run is, at one version.
+
+    Args:
+        version: number of this manifest, from 1 without a hole.
+        run: the run's name.
+        generation: the tenure that wrote it.
+        state: "claim" while a takeover is under way, then "open", at last "closed".
+        lineage: which generation's objects count for which lsns, by shard.
+        settings: the effective job settings, plain JSON.
+        exactness: "bitwise", "close" or "warm".
+        compressor: the complete compressor snapshots, oldest first.
+        closing: of a finished run, at least `last_lsn`; else None.
+        writer: id of the process that wrote it, so that it can recognise its own.
+        created: seconds since the epoch.
+        format: version of this layout.
+    """
+
+    version: int
+    run: str
+    generation: int
+    state: State
+    lineage: tuple[Span, ...]
+    settings: dict[str, Any]
+    exactness: str
+    compressor: tuple[CompressorSnapshot, ...] = ()
+    closing: dict[str, Any] | None = None
+    writer: str = ""
+    created: float = 0.0
+    format: int = field(default=FORMAT)
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The shards of the run, in order."""
+        return tuple(sorted({span.shard for span in self.lineage}))
+
+    def to_json(self) -> bytes:
+        """Return the manifest as indented JSON, with the checksum of everything else as its last entry."""
+        body = asdict(self)
+        return (json.dumps(body | {"crc32c": _checksum(body)}, indent=2) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, *, where: str = "manifest") -> Manifest:
+        """Read what `to_json` wrote; `where` is its name, for messages.
+
+        Raises:
+            CorruptObject: not JSON, the checksum is wrong, or a field is missing.
+            FormatTooNew: intact, but written by a later everstep.
+        """
+        try:
+            body = json.loads(data)
+            stated = body.pop("crc32c")
+            found = _checksum(body)
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise _corrupt(where, f"expected JSON with a checksum, got {len(data)} bytes ({error!r})") from error
+        if stated != found:
+            raise _corrupt(where, f"its content has checksum {found}, but it says {stated!r}")
+        if not isinstance(body.get("format"), int) or body["format"] > FORMAT:
+            raise FormatTooNew(
+                f"{where} has format {body.get('format')!r}; this everstep reads up to {FORMAT}",
+                hint="upgrade everstep to read this run",
+            )
+        try:
+            body["lineage"] = tuple(Span(**span) for span in body["lineage"])
+            body["compressor"] = tuple(CompressorSnapshot(**snapshot) for snapshot in body["compressor"])
+            return cls(**body)
+        except (KeyError, TypeError) as error:
+            raise _corrupt(where, f"its checksum is right but its fields are not a manifest's ({error!r})") from error
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping as JSON gives it back: tuples become lists, keys become strings.
+
+    Raises:
+        TypeError: a value that JSON cannot hold.
+    """
+    return cast(dict[str, Any], json.loads(json.dumps(dict(settings))))
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    """CRC32C over the sorted compact form, so that it does not depend on the layout of the text."""
+    return f"{google_crc32c.value(json.dumps(body, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+def _corrupt(where: str, what: str) -> CorruptObject:
+    return CorruptObject(
+        f"{where} is damaged: {what}", hint="restore it from a backup of the store; the log itself is untouched"
+    )

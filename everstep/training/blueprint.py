@@ -1,0 +1,85 @@
+"""Everything a process builds from a recipe: task, model, layout and optimizer; the same in each process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from everstep.core.errors import TaskError
+from everstep.tasks import Task, build_model, build_task
+from everstep.training.layout import Layout, Slot, layout_of
+from everstep.training.optimizer import build_optimizer, exactness
+from everstep.training.recipe import Recipe
+from everstep.training.shard_state import ShardState
+from everstep.training.state import TrainState, named_fixed
+
+
+class Blueprint:
+    """A built recipe: the model at its first state, and what is needed to make states of any of its shards.
+
+    Args:
+        recipe: what to build.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.task: Task = build_task(recipe.task, recipe.task_options)
+        self.model: nn.Module = build_model(self.task, recipe.seed, recipe.init_from)
+        self.groups = _groups(self.task, self.model)
+        names = [[n for n, _ in group["named"]] for group in self.groups]
+        self.layout: Layout = layout_of(self.model, names, recipe.shards)
+
+    @property
+    def exactness(self) -> str:
+        """What a replay promises: "bitwise" or "close"."""
+        return exactness(self.recipe.optimizer, self.recipe.optimizer_options)
+
+    def live_state(self) -> TrainState:
+        """Return the state of the whole model; its parameters are the model's own."""
+        params = dict(self.model.named_parameters())
+        mine = {slot.name: params[slot.name] for slot in self.layout.slots}
+        return TrainState(mine, named_fixed(self.model, set(mine)), self._optimizer(mine))
+
+    def shard_state(self, shard: int) -> ShardState:
+        """Return a fresh copy of one shard's first state (lsn 0)."""
+        params = dict(self.model.named_parameters())
+        verify = self.exactness == "bitwise"
+        if shard == 0:
+            fixed = named_fixed(self.model, {slot.name for slot in self.layout.slots})
+            return ShardState(0, (), TrainState({}, {n: t.clone() for n, t in fixed.items()}, None), verify=verify)
+        slots: Sequence[Slot] = self.layout.slots_of(shard)
+        own = {slot.name: nn.Parameter(params[slot.name].detach().clone()) for slot in slots}
+        return ShardState(shard, slots, TrainState(own, {}, self._optimizer(own)), verify=verify)
+
+    def _optimizer(self, params: Mapping[str, nn.Parameter]) -> Optimizer:
+        groups = [
+            {**group["options"], "params": [params[n] for n, _ in group["named"] if n in params]}
+            for group in self.groups
+        ]
+        return build_optimizer(self.recipe.optimizer, self.recipe.optimizer_options, groups)
+
+
+def _groups(task: Task, model: nn.Module) -> list[dict[str, Any]]:
+    """Return the optimizer groups as names and options, whatever form the task gave them in."""
+    named = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
+    maker = getattr(task, "parameter_groups", None)
+    if maker is None:
+        return [{"named": [(n, p) for n, p in model.named_parameters() if p.requires_grad], "options": {}}]
+    out: list[dict[str, Any]] = []
+    for group in maker(model):
+        strangers = [tuple(p.shape) for p in group["params"] if id(p) not in named]
+        if strangers:
+            raise TaskError(
+                f"parameter_groups names tensors of shape {strangers[:3]} that are no trainable parameters of the model",
+                hint="return groups over model.parameters() only",
+            )
+        out.append(
+            {
+                "named": [(named[id(p)], p) for p in group["params"]],
+                "options": {k: v for k, v in group.items() if k != "params"},
+            }
+        )
+    return out

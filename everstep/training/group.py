@@ -1,0 +1,22 @@
+"""What a train step needs of a process group; `actors` holds the real ones."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Group(Protocol):
+    """A formed process group. Every wait is bounded and may raise an `Interruption`."""
+
+    world_rank: int
+    world_size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` over all workers, in place, with the same bits on each."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every worker's `tensor` (equal shapes), by world rank."""
+        ...

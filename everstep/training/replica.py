@@ -1,0 +1,180 @@
+"""The replica: a checkpoint actor's copy of its shards, the last merged state plus the records it holds.
+
+Records arrive in order, shard by shard. Those above the complete lsn are provisional: never merged, never written,
+replaced by the same lsn from a newer group epoch. Merging is lazy; whoever needs the state asks for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from everstep.core import clock
+from everstep.core.errors import StateMismatch
+from everstep.training.record import lsn_of, payload_crc, unpack
+from everstep.training.shard_state import ShardState
+
+
+@dataclass
+class ShardLog:
+    """What is held of one shard's records.
+
+    Attributes:
+        received: the last lsn that is here.
+        durable: the last lsn that is in the store.
+        unmerged: records above the merged lsn, by lsn.
+        unwritten: records above the last cut, in order, with their time of arrival.
+        logged: checksums of records that a recomputation must match, by lsn.
+    """
+
+    received: int
+    durable: int
+    unmerged: dict[int, pa.RecordBatch] = field(default_factory=dict)
+    unwritten: list[tuple[int, pa.RecordBatch, float]] = field(default_factory=list)
+    logged: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Consecutive records of one shard, ready to become a segment."""
+
+    shard: int
+    first: int
+    last: int
+    batches: tuple[pa.RecordBatch, ...]
+
+
+class Replica:
+    """Shard states and their records. Thread safe: receiving never waits for merging.
+
+    Args:
+        states: the owned shards' states, as restored.
+        group_epoch: messages of older epochs are refused.
+    """
+
+    def __init__(self, states: Mapping[int, ShardState], group_epoch: int) -> None:
+        self.states = dict(states)
+        self.logs = {shard: ShardLog(state.lsn, state.lsn) for shard, state in states.items()}
+        self.group_epoch = group_epoch
+        self.complete = min(log.received for log in self.logs.values())
+        self.mismatch: StateMismatch | None = None
+        self.merge_lock = threading.Lock()
+        self._lock = threading.Lock()
+
+    def received(self) -> dict[int, int]:
+        """Return, by shard, the last lsn that is here."""
+        return {shard: log.received for shard, log in self.logs.items()}
+
+    def durable(self) -> dict[int, int]:
+        """Return, by shard, the last lsn that is in the store."""
+        return {shard: log.durable for shard, log in self.logs.items()}
+
+    def merged(self) -> dict[int, int]:
+        """Return, by shard, the last merged lsn."""
+        return {shard: state.lsn for shard, state in self.states.items()}
+
+    def held_bytes(self) -> int:
+        """Return the bytes of records that are not merged."""
+        with self._lock:
+            return sum(batch.nbytes for log in self.logs.values() for batch in log.unmerged.values())
+
+    def begin_epoch(self, group_epoch: int, keep: int | None = None) -> bool:
+        """Refuse older epochs from now on, and drop provisional records above `keep`; False if we are past it."""
+        with self._lock:
+            if group_epoch < self.group_epoch:
+                return False
+            self.group_epoch = group_epoch
+            if keep is not None:
+                for log in self.logs.values():
+                    self._drop_above(log, max(keep, self.complete))
+        return True
+
+    def put(self, group_epoch: int, lsn: int, records: Sequence[tuple[int, pa.Buffer]], complete: int) -> bool:
+        """Take records of one step; False if they come from an ended group epoch. A gap is left for the sender to fill."""
+        with self._lock:
+            if group_epoch < self.group_epoch:
+                return False
+            for shard, payload in records:
+                self._take(shard, lsn, payload)
+        self.advance(complete)
+        return True
+
+    def advance(self, complete: int) -> None:
+        """Learn that every shard's checkpoint actor has acknowledged up to `complete`."""
+        with self._lock:
+            limit = min(log.received for log in self.logs.values())
+            self.complete = max(self.complete, min(complete, limit))
+
+    def cut(self, steps: int, age_s: float, *, all_of_it: bool = False) -> list[Cut]:
+        """Return what is due to be written: complete records, at least `steps` of them or `age_s` old, by shard."""
+        now, out = clock.monotonic(), []
+        with self._lock:
+            for shard, log in self.logs.items():
+                ready = [item for item in log.unwritten if item[0] <= self.complete]
+                due = all_of_it or len(ready) >= steps or (ready and now - ready[0][2] >= age_s)
+                if ready and due:
+                    out.append(Cut(shard, ready[0][0], ready[-1][0], tuple(item[1] for item in ready)))
+        return out
+
+    def written(self, cut: Cut) -> None:
+        """Note that a cut is durable."""
+        with self._lock:
+            log = self.logs[cut.shard]
+            log.unwritten = [item for item in log.unwritten if item[0] > cut.last]
+            log.durable = max(log.durable, cut.last)
+
+    def merge(self, shard: int, upto: int | None = None) -> ShardState:
+        """Bring one shard to `upto` (None: the complete lsn) and return its state. Call with `merge_lock` held."""
+        state, log = self.states[shard], self.logs[shard]
+        limit = self.complete if upto is None else min(upto, self.complete)
+        while state.lsn < limit:
+            with self._lock:
+                batch = log.unmerged.pop(state.lsn + 1)
+            try:
+                state.merge(batch)
+            except StateMismatch as error:
+                self.mismatch = error
+                raise
+        return state
+
+    def expect(self, shard: int, logged: Mapping[int, int]) -> None:
+        """Compare recomputed records with these checksums from now on."""
+        with self._lock:
+            log = self.logs[shard]
+            log.logged = {lsn: payload_crc(batch) for lsn, batch in log.unmerged.items()} | dict(logged)
+
+    def rebase(self, shard: int, state: ShardState) -> None:
+        """Start a shard again from a state taken elsewhere; what was held of it is dropped."""
+        with self.merge_lock, self._lock:
+            self.states[shard] = state
+            self.logs[shard] = ShardLog(state.lsn, state.lsn)
+            self.complete = max(self.complete, min(log.received for log in self.logs.values()))
+
+    def _take(self, shard: int, lsn: int, payload: pa.Buffer) -> None:
+        log = self.logs[shard]
+        if lsn <= log.received:
+            self._compare(shard, log, lsn, payload)
+        elif lsn == log.received + 1:
+            batch = unpack(shard, payload)
+            assert lsn_of(batch) == lsn
+            log.unmerged[lsn] = batch
+            log.unwritten.append((lsn, batch, clock.monotonic()))
+            log.received = lsn
+
+    def _compare(self, shard: int, log: ShardLog, lsn: int, payload: pa.Buffer) -> None:
+        expected = log.logged.pop(lsn, None)
+        if expected is not None and payload_crc(unpack(shard, payload)) != expected and self.mismatch is None:
+            self.mismatch = StateMismatch(
+                f"step {lsn}, shard {shard}: the recomputed record differs from the logged one",
+                hint="machine, torch version or data differ from those that wrote the log; "
+                "`everstep resume RUN` without --exact goes on from the last durable step (warm)",
+            )
+
+    @staticmethod
+    def _drop_above(log: ShardLog, keep: int) -> None:
+        log.unmerged = {lsn: batch for lsn, batch in log.unmerged.items() if lsn <= keep}
+        log.unwritten = [item for item in log.unwritten if item[0] <= keep]
+        log.received = min(log.received, keep)
