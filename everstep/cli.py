@@ -23,6 +23,7 @@ from everstep.core.errors import EverstepError, UserCodeFailed, UserError
 if TYPE_CHECKING:
     from everstep.platform.settings import JobSettings
     from everstep.storage.chain import Chain
+    from everstep.training.recipe import Recipe
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -161,7 +162,8 @@ def verify(run: str, store: str, as_json: bool) -> dict[str, Any]:
     """Replay the log of RUN from the store and check every checksum and digest on the way."""
     from everstep.training import inspect
 
-    return _shown(inspect.verify(_open_chain(*_located(run, store))), f"replay of {run}", as_json)
+    log = _open_chain(*_located(run, store))
+    return _shown(inspect.verify(log, _recipe(log)), f"replay of {run}", as_json)
 
 
 @chain.command()
@@ -176,7 +178,8 @@ def export(run: str, store: str, step: str | None, out: str, as_json: bool) -> d
     wanted = int(step) if step and step != "best" else step
     from everstep.training import inspect
 
-    return _shown(inspect.export(_open_chain(*_located(run, store)), wanted, out), f"export of {run}", as_json)
+    log = _open_chain(*_located(run, store))
+    return _shown(inspect.export(log, _recipe(log), wanted, out), f"export of {run}", as_json)
 
 
 @main.command()
@@ -220,6 +223,13 @@ def _located(run: str, store: str) -> tuple[str, str]:
         return store, path
     folder, _, name = path.rpartition("/")
     return folder if "://" in folder else f"file:{folder or '/'}", name
+
+
+def _recipe(log: Chain) -> Recipe:
+    from everstep.actors.spec import recipe_of
+    from everstep.platform.settings import from_dict
+
+    return recipe_of(from_dict(log.manifest.settings, where=f"run {log.run}"))
 
 
 def _open_chain(store: str, run: str) -> Chain:

@@ -12,7 +12,7 @@ from everstep.actors.checkpoint_actor import CheckpointActor
 from everstep.actors.spec import NAMESPACE, Ack, CheckpointerSpec, actor_name
 from everstep.core import clock
 from everstep.core.errors import GroupBroken
-from everstep.platform.settings import JobSettings
+from everstep.platform.settings import JobSettings, to_dict
 from everstep.platform.states import CheckpointerFacts
 from everstep.platform.tuner import Intervals
 from everstep.storage.chain import Chain
@@ -44,7 +44,7 @@ class Checkpointers:
     def make(self, chain: Chain, group_epoch: int, index: int) -> Any:
         """Start one checkpoint actor in the chain's generation; it restores its shards while it starts."""
         spec = CheckpointerSpec(
-            self.settings.model_dump(mode="json"), index, self.shards[index], chain.manifest.generation, group_epoch,
+            to_dict(self.settings), index, self.shards[index], chain.manifest.generation, group_epoch,
             self.intervals,
         )  # fmt: skip
         name = actor_name(chain.run, "checkpointer/", f"{index}-g{chain.manifest.generation}")

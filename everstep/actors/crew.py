@@ -15,9 +15,9 @@ import ray  # isort: skip
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.actors.spec import NAMESPACE, Formation, WorkerSpec, actor_name
-from everstep.actors.train_worker import RunResult, TrainWorker
+from everstep.actors.train_worker import Formed, RunResult, TrainWorker
 from everstep.core import clock
-from everstep.core.errors import GroupBroken, RunFailed
+from everstep.core.errors import EverstepError, GroupBroken, RunFailed
 from everstep.core.ids import new_id
 from everstep.platform.settings import JobSettings
 from everstep.platform.states import WorkerFacts
@@ -35,7 +35,8 @@ class Member:
     actor: Any
     pid: int = 0
     node: str = ""
-    run: Any = None  # the reference of its current `run` call
+    run: Any = None  # the reference of its current `form` or `run` call
+    formed: Formed | None = None  # what it said when the present group was formed
     result: RunResult | None = None
     lsn: int = 0
     entered: int = 0
@@ -102,7 +103,7 @@ class Crew:
 
     # ---- running ----
 
-    def form(self, group_epoch: int, rendezvous: tuple[str, int], checkpointers: Sequence[Any]) -> list[dict[str, Any]]:
+    def form(self, group_epoch: int, rendezvous: tuple[str, int], checkpointers: Sequence[Any]) -> list[Formed]:
         """Form the group of all members; return what each says.
 
         Raises:
@@ -113,30 +114,23 @@ class Crew:
             member.actor.form.remote(Formation(group_epoch, place, size, rendezvous), checkpointers)
             for place, member in enumerate(self.members)
         ]
-        answers: list[dict[str, Any]] = []
-        deadline = clock.monotonic() + FORM_S
-        pending = dict(zip(refs, self.members, strict=True))
-        while pending:
-            done, _ = ray.wait(list(pending), num_returns=1, timeout=max(deadline - clock.monotonic(), 0.01))
+        for ref, member in zip(refs, self.members, strict=True):
+            member.run, member.result = ref, None
+        pending, deadline = dict(zip(refs, self.members, strict=True)), clock.monotonic() + FORM_S
+        while pending and not any(member.result for member in self.members):
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=max(deadline - clock.monotonic(), 0.0))
             if not done:
                 break
             member = pending.pop(done[0])
-            try:
-                answers.append(ray.get(done[0]))
-                member.result = None
-            except ray.exceptions.RayActorError:
-                member.result = RunResult("dead", member.lsn)
-                break
-            except ray.exceptions.RayTaskError as error:
-                member.result = RunResult("broken", member.lsn, str(error.cause))
-                if not isinstance(error.cause, GroupBroken):
-                    raise error.cause from error
-                break
-        if pending or len(answers) < size:
-            for member in pending.values():
-                member.run = None
+            answer = self._collect(member)
+            if isinstance(answer, Formed):
+                member.lsn, member.run, member.formed = answer.lsn, None, answer
+        if pending or any(member.result for member in self.members):
+            for member in self.members:
+                if member.run is None and member.result is None:
+                    member.result = RunResult("broken", member.lsn)
             raise GroupBroken("the group broke while it formed")
-        return answers
+        return [member.formed for member in self.members if member.formed]
 
     def run(self, until: int, evaluate_first: bool) -> None:
         """Set every member running."""
@@ -152,7 +146,7 @@ class Crew:
             done, _ = ray.wait(list(running), num_returns=1, timeout=wait_s)
             done, _ = ray.wait(list(running), num_returns=len(running), timeout=0) if done else (done, [])
             for ref in done:
-                self._ended(running[ref], ref)
+                self._collect(running[ref])
         self._probe()
 
     def facts(self) -> tuple[WorkerFacts, ...]:
@@ -185,7 +179,9 @@ class Crew:
         """Wait for one run to end; a process that does not even answer is killed at once, a busy one at the limit."""
         done, _ = ray.wait([member.run], timeout=PROBE_S)
         if done:
-            self._ended(member, member.run)
+            answer = self._collect(member)
+            if isinstance(answer, Formed):
+                member.result = RunResult("broken", answer.lsn)
         elif clock.monotonic() > limit or not self._answers(member):
             self.kill(member)
 
@@ -203,13 +199,19 @@ class Crew:
             kill_process(member.node, member.pid)
         member.result = RunResult("dead", member.lsn)
 
-    def _ended(self, member: Member, ref: Any) -> None:
+    def _collect(self, member: Member) -> RunResult | Formed:
+        """Take what a member's call returned, or that the process is gone."""
         try:
-            member.result = ray.get(ref)
-            member.lsn = max(member.result.lsn, 0)
+            answer: RunResult | Formed = ray.get(member.run)
         except ray.exceptions.RayActorError:
-            member.result = RunResult("dead", member.lsn)
+            answer = RunResult("dead", member.lsn)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, EverstepError) else RunFailed(str(error))
+            answer = RunResult("failed", member.lsn, str(cause), cause)
+        if isinstance(answer, RunResult):
+            member.result, member.lsn = answer, max(answer.lsn, 0)
         self.last_progress = clock.monotonic()
+        return answer
 
     def _probe(self) -> None:
         """Ask every member's control thread where it stands, a few times a second, and collect what came back."""

@@ -1,6 +1,6 @@
 """A process group that is formed and re-formed inside living actors, and never waits without a bound.
 
-No wait blocks in C++: it polls, and leaves as soon as the fault handler ends the group epoch. An operation that is
+No wait blocks in C++: it polls (so no point-to-point operations: gloo only completes those inside `wait`), and leaves as soon as the fault handler ends the group epoch. An operation that is
 still in flight then goes to a graveyard together with its group and buffers: a stopped peer may wake and finish it,
 and a group's destructor may wait for its operations.
 """
@@ -71,13 +71,11 @@ class ProcessGroup:
         self._wait(lambda group: group.allgather([parts], [tensor]), tensor, parts)
         return parts
 
-    def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Send `tensor` to one worker."""
-        self._wait(lambda group: group.send([tensor], to, 0), tensor)
-
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Fill `tensor` with what one worker sends."""
-        self._wait(lambda group: group.recv([tensor], source, 0), tensor)
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill `tensor` on every worker with what world rank `source` has in it."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        self._wait(lambda group: group.broadcast([tensor], options), tensor)
 
     def close(self) -> None:
         """Leave the group: its sockets close, so that peers waiting for us notice at once."""

@@ -1,4 +1,4 @@
-"""Giving the whole state to a worker that is behind, by the group's own send: one mechanism for every newcomer.
+"""Giving the whole state to workers that are behind, by the group's own broadcast: one mechanism for every newcomer.
 
 A survivor that is one step behind is treated alike: the state of the one that finished the step carries everything,
 the replicated residual included, which a delta alone could not give.
@@ -7,7 +7,7 @@ the replicated residual included, which a delta alone could not give.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import google_crc32c
 import numpy as np
@@ -20,24 +20,24 @@ from everstep.training.state import tensor_bytes
 CHUNK = 32 << 20  # bytes sent at once
 
 
-def send_state(group: ProcessGroup, to: int, lsn: int, check: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Send named tensors, and the lsn they belong to, to one worker."""
+def give_state(group: ProcessGroup, lsn: int, check: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Broadcast named tensors, and the lsn they belong to."""
     blob = b"".join(bytes(tensor_bytes(tensor)) for tensor in tensors.values())
     names = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
-    head = {"lsn": lsn, "check": check, "names": names, "bytes": len(blob), "crc": google_crc32c.value(blob)}
-    _send_bytes(group, to, json.dumps(head).encode())
-    _send_bytes(group, to, blob)
+    head = {"lsn": lsn, "check": check, "names": names, "crc": google_crc32c.value(blob)}
+    _broadcast_bytes(group, group.world_rank, json.dumps(head).encode())
+    _broadcast_bytes(group, group.world_rank, blob)
 
 
-def receive_state(group: ProcessGroup, source: int) -> tuple[int, int, dict[str, torch.Tensor]]:
-    """Receive what `send_state` sent: lsn, check value and tensors.
+def take_state(group: ProcessGroup, source: int) -> tuple[int, int, dict[str, torch.Tensor]]:
+    """Receive what world rank `source` gives: lsn, check value and tensors.
 
     Raises:
         StateMismatch: the bytes that arrived are not those that were sent.
     """
-    head = json.loads(bytes(_receive_bytes(group, source)))
-    blob = _receive_bytes(group, source)
-    if google_crc32c.value(bytes(blob)) != head["crc"]:
+    head = json.loads(_broadcast_bytes(group, source, None).tobytes())
+    blob = _broadcast_bytes(group, source, None)
+    if google_crc32c.value(blob.tobytes()) != head["crc"]:
         raise StateMismatch(f"the state of step {head['lsn']} was damaged on its way from world rank {source}")
     out, at = {}, 0
     for name, kind, shape in head["names"]:
@@ -49,24 +49,16 @@ def receive_state(group: ProcessGroup, source: int) -> tuple[int, int, dict[str,
     return head["lsn"], head["check"], out
 
 
-def _send_bytes(group: ProcessGroup, to: int, data: bytes) -> None:
-    group.send(torch.tensor([len(data)], dtype=torch.int64, device=group.device), to)
-    whole = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
-    for part in _chunks(whole):
-        group.send(part.to(group.device), to)
-
-
-def _receive_bytes(group: ProcessGroup, source: int) -> np.ndarray:  # type: ignore[type-arg]  # uint8, (bytes,)
-    length = torch.zeros(1, dtype=torch.int64, device=group.device)
-    group.receive(length, source)
+def _broadcast_bytes(group: ProcessGroup, source: int, data: bytes | None) -> np.ndarray:  # type: ignore[type-arg]
+    """Send `data` (None: receive it), its length first, in chunks; uint8."""
+    length = torch.tensor([len(data or b"")], dtype=torch.int64, device=group.device)
+    group.broadcast(length, source)
     whole = torch.empty(int(length), dtype=torch.uint8)
-    for part in _chunks(whole):
-        arriving = part if group.device.type == "cpu" else torch.empty_like(part, device=group.device)
-        group.receive(arriving, source)
-        if arriving is not part:
-            part.copy_(arriving)
+    if data is not None:
+        whole.copy_(torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)))
+    for part in whole.split(CHUNK) if whole.numel() else ():
+        moving = part.to(group.device)
+        group.broadcast(moving, source)
+        if moving is not part:
+            part.copy_(moving)
     return whole.numpy()
-
-
-def _chunks(whole: torch.Tensor) -> Sequence[torch.Tensor]:
-    return whole.split(CHUNK) if whole.numel() else ()

@@ -27,9 +27,9 @@ from everstep.actors.injector import Injector, kill_tree
 from everstep.actors.process_group import ProcessGroup, connect
 from everstep.actors.sender import Sender
 from everstep.actors.spec import NAMESPACE, Formation, WorkerSpec, actor_name, recipe_of
-from everstep.actors.state_transfer import receive_state, send_state
+from everstep.actors.state_transfer import give_state, take_state
 from everstep.core import clock
-from everstep.core.errors import EpochOver, EverstepError, Interruption, RunFailed
+from everstep.core.errors import EverstepError, Interruption, RunFailed
 from everstep.platform.settings import from_dict
 from everstep.storage.chain import Chain
 from everstep.storage.store import open_store
@@ -52,6 +52,20 @@ class RunResult:
     lsn: int
     message: str = ""
     error: EverstepError | None = None
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A worker stands in a new group, at step `lsn`.
+
+    Attributes:
+        received: the state came from a peer.
+        drifted: it had to, although both had taken the same step.
+    """
+
+    lsn: int
+    received: bool
+    drifted: bool
 
 
 @dataclass
@@ -105,6 +119,7 @@ class TrainWorker:
         self._mine: range = range(0)
         self._check = int(combine_digests(self.state.tensor_digests())[:15], 16)
         self._last: StepResult | None = None
+        self._whole = False  # whether the state is the run's; a fresh worker's is only a place to put it
 
     def _make_loader(self) -> BatchLoader:
         dataset = build_dataset(self.blueprint.task, "train")
@@ -142,7 +157,7 @@ class TrainWorker:
             "node": ray.get_runtime_context().get_node_id(),
             "world_rank": formation.world_rank if formation else None,
             "group_epoch": formation.group_epoch if formation else -1,
-            "lsn": self.state.lsn,
+            "lsn": self._lsn(),
             "entered": self.group.entered if self.group else 0,
             "loss": self.loss[1],
             "step_s": statistics.median(recent) if recent else None,
@@ -178,6 +193,10 @@ class TrainWorker:
         """Return the process id once everything is built."""
         return os.getpid()
 
+    def begin(self) -> None:
+        """Take this worker's first state for the run's: only for a run without a log."""
+        self._whole = True
+
     def load(self, lsn: int, parts: Sequence[Mapping[str, Any]], residual: Any) -> None:
         """Take over a state that checkpoint actors sent.
 
@@ -195,36 +214,17 @@ class TrainWorker:
         """Take over this worker's own residual (fp32, (n,)), which `form` then leaves alone."""
         self.train_step.exchange.preload(lsn, torch.tensor(residual))
 
-    def form(self, formation: Formation, checkpointers: Sequence[Any]) -> dict[str, Any]:
-        """Join a new group, give or take the state where somebody is behind, and go to the next step.
-
-        Returns:
-            `lsn`; `received`: whether the state came from a peer; `drifted`: whether it had to although the lsn agreed.
-
-        Raises:
-            Interruption: the group broke while it formed.
-        """
+    def form(self, formation: Formation, checkpointers: Sequence[Any]) -> Formed | RunResult:
+        """Join a new group, give or take the state where somebody is behind, and go to the next step."""
         if formation.group_epoch <= self._ended_epoch:
-            raise EpochOver(f"group epoch {formation.group_epoch} has ended")
+            return RunResult("broken", self._lsn(), f"group epoch {formation.group_epoch} has ended")
         self.formation = formation
         self._over.clear()
-        if self.group is not None:
-            self.group.close()
-        self.train_step.exchange.renew()
-        self.injector.world_rank = formation.world_rank
-        store = self._connected(formation.rendezvous)
-        self.group = ProcessGroup(
-            store, formation.group_epoch, formation.world_rank, formation.world_size, self.device, self._over
-        )
-        received = self._level(self.group)
-        micro, size, place = self.settings.batch.micro_shards, formation.world_size, formation.world_rank
-        self._mine = range(micro * place // size, micro * (place + 1) // size)
-        self._owned = tuple(s for s in self.sender.actor_of if s % size == place)
-        self.checkpointers = list(checkpointers)
-        self.sender.begin_epoch(formation.group_epoch, self._owned, self.checkpointers)
-        self.loader.start(self.state.lsn + 1, self._mine)
-        self.times.formed, self.times.first_step = clock.wall(), None
-        return {"lsn": self.state.lsn, **received}
+        try:
+            return self._join(formation, checkpointers)
+        except Interruption as interruption:
+            self._leave()
+            return RunResult("broken", self._lsn(), interruption.message)
 
     def run(self, until: int, evaluate_first: bool) -> RunResult:
         """Take steps up to `until`, or until something ends the run; never raises."""
@@ -243,8 +243,8 @@ class TrainWorker:
             return RunResult("error", self._lsn(), traceback.format_exc())
         finally:
             self.times.cpu += clock.thread_cpu() - cpu
-            if self.group is not None and self._left_early(until):
-                self.group.close()  # so that peers which wait for us come out at once
+            if self.state.lsn < until:
+                self._leave()
 
     def resend(self, group_epoch: int, have: Mapping[int, int]) -> dict[int, int]:
         """Send the checkpoint actors every record above `have` that this worker holds; return what they have then."""
@@ -282,6 +282,29 @@ class TrainWorker:
         os.kill(os.getpid(), signal.SIGKILL)
 
     # ---- inside ----
+
+    def _join(self, formation: Formation, checkpointers: Sequence[Any]) -> Formed:
+        self._leave()
+        self.train_step.exchange.renew()
+        self.injector.world_rank = formation.world_rank
+        store = self._connected(formation.rendezvous)
+        self.group = ProcessGroup(
+            store, formation.group_epoch, formation.world_rank, formation.world_size, self.device, self._over
+        )
+        received, drifted = self._level(self.group)
+        micro, size, place = self.settings.batch.micro_shards, formation.world_size, formation.world_rank
+        self._mine = range(micro * place // size, micro * (place + 1) // size)
+        self._owned = tuple(s for s in self.sender.actor_of if s % size == place)
+        self.checkpointers = list(checkpointers)
+        self.sender.begin_epoch(formation.group_epoch, self._owned, self.checkpointers)
+        self.loader.start(self.state.lsn + 1, self._mine)
+        self.times.formed, self.times.first_step = clock.wall(), None
+        return Formed(self.state.lsn, received, drifted)
+
+    def _leave(self) -> None:
+        """Leave the group, so that peers which wait for us come out at once."""
+        if self.group is not None:
+            self.group.close()
 
     def _steps(self, until: int) -> str:
         assert self.group is not None and self.formation is not None
@@ -344,19 +367,20 @@ class TrainWorker:
         if self.group.world_rank == 0:
             self.chain.add_event(f"eval-{self.state.lsn:012d}", self.evaluated)
 
-    def _left_early(self, until: int) -> bool:
-        return self.state.lsn < until
-
     def _lsn(self) -> int:
-        return -1 if self.train_step.torn else self.state.lsn
+        return self.state.lsn if self._whole and not self.train_step.torn else -1
 
     def _connected(self, address: tuple[str, int]) -> Any:
         if self._rendezvous is None or self._rendezvous[0] != address:
             self._rendezvous = (address, connect(address))
         return self._rendezvous[1]
 
-    def _level(self, group: ProcessGroup) -> dict[str, bool]:
-        """Bring everybody to the highest finished step: nobody rolls back, who is behind gets the state."""
+    def _level(self, group: ProcessGroup) -> tuple[bool, bool]:
+        """Bring everybody to the highest finished step: nobody rolls back, who is behind gets the state.
+
+        Returns:
+            Whether this worker received it, and whether it had to although it had taken the same step.
+        """
         mine = torch.tensor([self._lsn(), self._checksum()], dtype=torch.int64, device=self.device)
         table = [(int(row[0]), int(row[1])) for row in group.all_gather(mine)]
         top = max(lsn for lsn, _ in table)
@@ -365,25 +389,25 @@ class TrainWorker:
         source = next(at for at, (lsn, _) in enumerate(table) if lsn == top)
         behind = [at for at, row in enumerate(table) if row != table[source]]
         replicated = self.blueprint.recipe.residual == "replicated"
-        for place in behind:
-            if group.world_rank == source:
-                tensors = self.state.tensors()
-                residual = self.train_step.exchange.residual
-                if replicated and residual is not None:
-                    tensors["residual"] = residual
-                send_state(group, place, top, self._checksum(), tensors)
-            elif group.world_rank == place:
-                lsn, check, tensors = receive_state(group, source)
-                residual = tensors.pop("residual", None)
+        received = group.world_rank in behind
+        if behind and group.world_rank == source:
+            tensors = self.state.tensors()
+            residual = self.train_step.exchange.residual
+            if replicated and residual is not None:
+                tensors["residual"] = residual
+            give_state(group, top, self._checksum(), tensors)
+        elif behind:
+            lsn, check, tensors = take_state(group, source)
+            residual = tensors.pop("residual", None)
+            if received:
                 self.state.load(tensors, lsn)
                 self.train_step.exchange.adopt(lsn, residual)
                 self._settle(check)
-        received = group.world_rank in behind
-        return {"received": received, "drifted": received and table[group.world_rank][0] == top}
+        return received, received and table[group.world_rank][0] == top
 
     def _settle(self, check: int) -> None:
         """The state was replaced: what was derived from the old one is made anew."""
-        self._check, self._last = check, None
+        self._check, self._last, self._whole = check, None, True
         self.train_step.torn = False
         self.train_step.align_schedule()
 

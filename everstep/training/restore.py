@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 import pyarrow as pa
+import torch
 
 from everstep.core.errors import ChainError, CorruptObject, ObjectMissing
 from everstep.storage.chain import Chain
@@ -14,17 +15,16 @@ from everstep.training.blueprint import Blueprint
 from everstep.training.record import lsn_of
 from everstep.training.shard_state import ShardState, from_batches
 
-import torch  # isort: skip
-
 Damage = dict[str, str]  # object path -> what is wrong with it
 
 
 def restore(
-    chain: Chain, blueprint: Blueprint, *, target: int | None = None, shards: Collection[int] | None = None
+    chain: Chain, blueprint: Blueprint, *, target: int | None = None, shards: Collection[int] | None = None,
+    exclude: frozenset[str] = frozenset(),
 ) -> tuple[dict[int, ShardState], RestorePlan, Damage]:
     """Return the states of `shards` (None: all) at `target` (None: the last step that all of them reach).
 
-    A damaged base is left out and an older one taken; a damaged segment only if a later base bridges it.
+    Objects named in `exclude` are not used. A damaged base is left out and an older one taken; a damaged segment only if a later base bridges it.
 
     Returns:
         The states by shard, the plan that was carried out, and the damage that was found on the way.
@@ -36,7 +36,7 @@ def restore(
     while True:
         try:
             plan = plan_restore(
-                chain.manifest, chain.listing(), target=target, shards=shards, exclude=frozenset(damage)
+                chain.manifest, chain.listing(), target=target, shards=shards, exclude=exclude | frozenset(damage)
             )
         except ChainError as error:
             if not damage:

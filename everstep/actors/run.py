@@ -1,0 +1,141 @@
+"""Launching a run and following it: all that the command line knows of actors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from everstep.actors import environment  # noqa: F401  # before ray
+import ray  # isort: skip
+
+from everstep.actors import session
+from everstep.actors.fault_handler import FaultHandler, RunSpec
+from everstep.actors.spec import NAMESPACE, actor_name, recipe_of
+from everstep.core import clock
+from everstep.core.errors import RunExists, RunFailed, SettingsError
+from everstep.platform.settings import JobSettings, differences, from_dict, to_dict
+from everstep.platform.tuner import derive_intervals
+from everstep.storage.chain import Chain
+from everstep.storage.store import absolute, open_store, probe
+from everstep.tasks import build_dataset
+from everstep.training.blueprint import Blueprint
+from everstep.training.optimizer import build_scheduler
+
+PATIENCE_S = 60.0  # how long the fault handler may be away before the driver gives up on it
+
+
+class Handle:
+    """A run that was launched. The driver only submits and follows: the run does not need it.
+
+    Args:
+        handler: the fault handler actor.
+        own: whether the Ray cluster was started by this process.
+    """
+
+    def __init__(self, handler: Any, own: bool) -> None:
+        self._handler, self._own = handler, own
+        self._last: dict[str, Any] = {"state": "starting", "lsn": 0, "events": [], "message": ""}
+
+    def progress(self) -> dict[str, Any]:
+        """Return where the run stands; while the fault handler restarts, where it stood last."""
+        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            self._last = self._call("progress", 5.0)
+        return self._last
+
+    def stop(self) -> None:
+        """Ask the run to stop after the step that is under way."""
+        self._patiently("stop")
+
+    def summary(self) -> dict[str, Any]:
+        """Return the summary of the ended run.
+
+        Raises:
+            EverstepError: what ended it.
+        """
+        return dict(self._patiently("summary"))
+
+    def close(self) -> None:
+        """End the run's actors, if it has ended, and leave the cluster."""
+        if self._own or self._last["state"] in ("done", "failed", "stopped"):
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(self._handler.close.remote(), timeout=30)
+                ray.kill(self._handler, no_restart=True)
+        session.disconnect(self._own)
+
+    def _call(self, method: str, timeout_s: float) -> Any:
+        try:
+            return ray.get(getattr(self._handler, method).remote(), timeout=timeout_s)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+
+    def _patiently(self, method: str) -> Any:
+        deadline = clock.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return self._call(method, PATIENCE_S)
+            except ray.exceptions.RayActorError as error:
+                if clock.monotonic() > deadline:
+                    raise RunFailed("the fault handler is gone", hint="`everstep resume` the run") from error
+                clock.sleep(0.5)
+
+
+def launch(settings: JobSettings, *, resume: str | None) -> Handle:
+    """Start a run, or go on with one, and return its handle.
+
+    Everything that can be refused is refused here, before a process is started.
+
+    Args:
+        settings: the whole job, named.
+        resume: None to start; "resume" or "exact" to go on from the log.
+
+    Raises:
+        UserError: the job cannot be run as it is.
+    """
+    settings = _with(settings, store=absolute(settings.run.store))
+    if settings.run.store.startswith("memory:"):
+        raise SettingsError(
+            "run.store \"memory:\" lives in one process, a run has several", hint='use "file:./everstep-runs"'
+        )
+    store = open_store(settings.run.store)
+    probe(store)
+    if resume is None:
+        resume = _existing(settings, store)
+    blueprint = Blueprint(recipe_of(settings))
+    build_dataset(blueprint.task, "train")
+    if settings.eval.every:
+        build_dataset(blueprint.task, settings.eval.split)
+    optimizer = blueprint.live_state().optimizer
+    assert optimizer is not None
+    build_scheduler(blueprint.recipe.scheduler, blueprint.recipe.scheduler_options, optimizer)
+    layout = blueprint.layout
+    intervals = derive_intervals(settings, layout.size, len(layout.shards))
+    own = session.connect(settings)
+    spec = RunSpec(
+        to_dict(settings), resume, len(layout.ranges), blueprint.exactness, intervals, os.getpid() if own else None
+    )
+    name = actor_name(settings.run.name or "", "handler")
+    handler = FaultHandler.options(
+        name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True
+    ).remote(spec)
+    return Handle(handler, own)
+
+
+def _with(settings: JobSettings, *, store: str) -> JobSettings:
+    return settings.model_copy(update={"run": settings.run.model_copy(update={"store": store})})
+
+
+def _existing(settings: JobSettings, store: Any) -> str | None:
+    """Return how to go on with a run of this name: None if there is none; a run with other settings is refused."""
+    if settings.run.name not in Chain.runs(store):
+        return None
+    old = from_dict(Chain.open(store, settings.run.name).manifest.settings)
+    differing = [key for key in differences(old, settings) if key != "run.store"]
+    if differing:
+        raise RunExists(
+            f"run {settings.run.name!r} exists in {settings.run.store} with other settings: {', '.join(differing)}",
+            hint="choose another run.name, or go on with it: everstep resume " + settings.run.name,
+        )
+    return settings.checkpoint.on_total_loss
+
+
