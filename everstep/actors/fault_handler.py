@@ -479,10 +479,10 @@ class _Run:
         """Close the account of faults once a step was finished after them."""
         if not self.healings.open:
             return
-        wall = self.crew.latest.get("first_step")
-        if force and not wall:
-            wall = clock.wall()
-        for healing in self.healings.stepped(wall) if wall else []:
+        first, last = self.crew.latest.get("first_step"), self.crew.latest.get("last_step")
+        if force:
+            first, last = first or clock.wall(), last or clock.wall()
+        for healing in self.healings.stepped(first, last):
             self.tell(
                 f"{healing.kind} at step {healing.step}: healed from the {healing.tier}, {healing.steps_lost} steps lost, "
                 f"next step after {healing.seconds_to_next_step:.2f} s"

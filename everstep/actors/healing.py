@@ -9,6 +9,9 @@ from everstep.core import clock
 from everstep.storage.chain import Chain
 
 
+WITHOUT_REGROUPING = ("checkpointer_lost", "kill_checkpointer")
+
+
 @dataclass
 class Healing:
     """One fault and its cure.
@@ -72,11 +75,21 @@ class Healings:
             if healing.seconds_to_group_formed is None:
                 healing.seconds_to_group_formed = clock.wall() - healing.began
 
-    def stepped(self, wall: float) -> list[Healing]:
-        """A step was finished after that: close what is open, store it, return it."""
-        closed = [item for item in self.open if wall >= item[0].began]
+    def stepped(self, first: float | None, last: float | None) -> list[Healing]:
+        """Close what is open if a step was finished after it, store it, return it.
+
+        Args:
+            first: when the first step since the group was formed was finished, by the wall clock.
+            last: when the last step was finished; counts where training went on without a new group.
+        """
+        closed = []
+        for item in self.open:
+            healing = item[0]
+            wall = last if healing.kind in WITHOUT_REGROUPING else first
+            if wall is not None and healing.seconds_to_group_formed is not None and wall >= healing.began:
+                healing.seconds_to_next_step = wall - healing.began
+                closed.append(item)
         for healing, firings in closed:
-            healing.seconds_to_next_step = wall - healing.began
             number = len(self.stored)
             body = {**asdict(healing), "firings": firings}
             self.chain.add_event(f"healing-{number:04d}", body)

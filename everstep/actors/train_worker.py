@@ -76,7 +76,8 @@ class Times:
     stalls: list[float] = field(default_factory=list)
     cpu: float = 0.0
     formed: float = 0.0
-    first_step: float | None = None
+    first_step: float | None = None  # finished since the group was formed
+    last_step: float | None = None
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"control": 4})
@@ -163,6 +164,7 @@ class TrainWorker:
             "step_s": statistics.median(recent) if recent else None,
             "formed": self.times.formed,
             "first_step": self.times.first_step,
+            "last_step": self.times.last_step,
             "evaluated": self.evaluated,
         }
 
@@ -336,8 +338,8 @@ class TrainWorker:
         self.loss = (loss if result.lsn == 1 else self.loss[0], loss)
         self.times.steps.append(clock.monotonic() - started)
         self.times.stalls.append(stalled)
-        if self.times.first_step is None:
-            self.times.first_step = clock.wall()
+        self.times.last_step = clock.wall()
+        self.times.first_step = self.times.first_step or self.times.last_step
 
     def _snapshot(self, lsn: int) -> None:
         """Hand this worker's slice of the residual to a checkpoint actor, on the steps that keep one."""
