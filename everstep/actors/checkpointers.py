@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from everstep.actors import environment  # noqa: F401  # before ray
-import ray  # isort: skip
-
 from everstep.actors.checkpoint_actor import CheckpointActor
-from everstep.actors.spec import NAMESPACE, Ack, CheckpointerSpec, actor_name
+from everstep.actors.environment import ray, start
+from everstep.actors.spec import Ack, CheckpointerSpec, actor_name
 from everstep.core import clock
 from everstep.core.errors import GroupBroken
 from everstep.platform.settings import JobSettings, to_dict
@@ -27,11 +24,14 @@ class Checkpointers:
     Args:
         settings: the job.
         shards: shard numbers by actor.
+        killable: the driver's process id, where `kill_everything` may kill it.
         intervals: when segments and bases are written.
     """
 
-    def __init__(self, settings: JobSettings, shards: tuple[tuple[int, ...], ...], intervals: Intervals) -> None:
-        self.settings, self.shards, self.intervals = settings, shards, intervals
+    def __init__(
+        self, settings: JobSettings, shards: tuple[tuple[int, ...], ...], intervals: Intervals, killable: int | None
+    ) -> None:
+        self.settings, self.shards, self.intervals, self.killable = settings, shards, intervals, killable
         self.actors: list[Any] = []
         self.status: list[dict[str, Any]] = [{} for _ in shards]
         self._dead: set[int] = set()
@@ -46,11 +46,10 @@ class Checkpointers:
         spec = CheckpointerSpec(
             to_dict(self.settings), index, self.shards[index], chain.manifest.generation, group_epoch,
             self.intervals,
+            self.killable,
         )  # fmt: skip
         name = actor_name(chain.run, "checkpointer/", f"{index}-g{chain.manifest.generation}")
-        return CheckpointActor.options(
-            name=name, namespace=NAMESPACE, lifetime="detached", scheduling_strategy="SPREAD"
-        ).remote(spec)
+        return start(CheckpointActor, spec, name=name, scheduling_strategy="SPREAD")
 
     def start(self, chain: Chain, group_epoch: int) -> None:
         """Start all of them."""
@@ -69,8 +68,15 @@ class Checkpointers:
         Raises:
             GroupBroken: one of them is gone.
         """
+        return self._answers([getattr(actor, method).remote(*arguments) for actor in self.actors], timeout_s)
+
+    def ask_one(self, index: int, method: str, *arguments: Any) -> Any:
+        """Call a method on one of them. Raises as `ask`."""
+        return self._answers([getattr(self.actors[index], method).remote(*arguments)], CALL_S)[0]
+
+    def _answers(self, refs: list[Any], timeout_s: float) -> list[Any]:
         try:
-            return list(ray.get([getattr(a, method).remote(*arguments) for a in self.actors], timeout=timeout_s))
+            return list(ray.get(refs, timeout=timeout_s))
         except ray.exceptions.RayActorError as error:
             raise GroupBroken("a checkpoint actor is gone") from error
         except ray.exceptions.RayTaskError as error:
@@ -130,6 +136,3 @@ def merged(acks: list[Ack]) -> dict[int, int]:
 def lowest_durable(acks: list[Ack]) -> int:
     """Return the durable lsn that these acknowledgements show."""
     return min((lsn for ack in acks for lsn in ack.durable.values()), default=0)
-
-
-_Status = Mapping[str, Any]

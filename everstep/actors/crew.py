@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-
-from everstep.actors import environment  # noqa: F401  # before ray
-import ray  # isort: skip
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from everstep.actors.spec import NAMESPACE, Formation, WorkerSpec, actor_name
+from everstep.actors.environment import ray, start
+from everstep.actors.spec import Formation, WorkerSpec, actor_name
 from everstep.actors.train_worker import Formed, RunResult, TrainWorker
 from everstep.core import clock
 from everstep.core.errors import EverstepError, GroupBroken, RunFailed
@@ -24,7 +22,9 @@ from everstep.platform.states import WorkerFacts
 
 PROBE_S = 1.0  # how long a process may take to answer its control thread before it is taken for lost
 FORM_S = 60.0
+ANSWER_S = 120.0  # a state may have to be moved first
 READY_S = 300.0
+TRIES = 3
 
 
 @dataclass
@@ -66,10 +66,8 @@ class Crew:
         identity = new_id()
         workers, run = self.settings.workers, self.settings.run.name or ""
         spec = WorkerSpec(**{**vars(self.spec), "identity": identity})
-        actor = TrainWorker.options(
-            name=actor_name(run, "worker/", identity), namespace=NAMESPACE, lifetime="detached",
-            num_cpus=workers.cpus, num_gpus=workers.gpus or None,
-        ).remote(spec)  # fmt: skip
+        name = actor_name(run, "worker/", identity)
+        actor = start(TrainWorker, spec, name=name, num_cpus=workers.cpus, num_gpus=workers.gpus or None)
         return Member(identity, actor)
 
     def fill_spares(self) -> None:
@@ -79,26 +77,37 @@ class Crew:
 
     def replacement(self) -> Member:
         """Return a worker to put in a lost one's place: a spare that is ready, else the first to become so."""
-        candidates = [*self.spares, *([] if self.spares else [self.make()])]
-        refs = {candidate.actor.ready.remote(): candidate for candidate in candidates}
-        done, _ = ray.wait(list(refs), num_returns=1, timeout=READY_S)
-        if not done:
-            raise RunFailed(
-                f"no worker became ready within {READY_S:.0f} s: Ray has no room for workers.cpus = "
-                f"{self.settings.workers.cpus:g}, workers.gpus = {self.settings.workers.gpus:g}",
-                hint="look at `ray status`; add nodes or lower what a worker asks for",
-            )
-        member = refs[done[0]]
-        self.spares = [spare for spare in self.spares if spare is not member]
-        try:
-            self.greet(member)
-        except ray.exceptions.RayActorError:
-            return self.replacement()
-        return member
+        for _ in range(TRIES):
+            if not self.spares:
+                self.spares.append(self.make())
+            refs = {spare.actor.ready.remote(): spare for spare in self.spares}
+            done, _ = ray.wait(list(refs), num_returns=1, timeout=READY_S)
+            member = refs[done[0]] if done else self.spares[0]
+            self.spares.remove(member)
+            try:
+                self.greet(member)
+                return member
+            except RunFailed as error:
+                last = error
+        raise last
 
     def greet(self, member: Member) -> None:
-        """Wait until a worker is built and learn where it runs."""
-        status = ray.get(member.actor.status.remote(), timeout=READY_S)
+        """Wait until a worker is built and learn where it runs.
+
+        Raises:
+            RunFailed: it cannot be built, or Ray finds no place for it.
+        """
+        try:
+            status = ray.get(member.actor.status.remote(), timeout=READY_S)
+        except ray.exceptions.RayActorError as error:
+            raise RunFailed(f"a worker could not be built: {error}", hint="see the cause above") from error
+        except ray.exceptions.GetTimeoutError as error:
+            workers = self.settings.workers
+            raise RunFailed(
+                f"no worker became ready within {READY_S:.0f} s: Ray has no room for workers.cpus = {workers.cpus:g}, "
+                f"workers.gpus = {workers.gpus:g}",
+                hint="look at `ray status`; add nodes, or lower workers.max or what a worker asks for",
+            ) from error
         member.pid, member.node, member.heard = status["pid"], status["node"], clock.monotonic()
 
     # ---- running ----
@@ -156,12 +165,31 @@ class Crew:
             result = member.result
             out.append(
                 WorkerFacts(
-                    member.identity, place, result.outcome if result else None, member.lsn, member.entered,
-                    answers=now - member.heard < 4 * PROBE_S, message=result.message if result else "",
+                    member.identity,
+                    place,
+                    result.outcome if result else None,
+                    member.lsn,
+                    member.entered,
+                    answers=now - member.heard < 4 * PROBE_S,
+                    message=result.message if result else "",
                     error=result.error if result else None,
                 )  # fmt: skip
             )
         return tuple(out)
+
+    def ask(self, member: Member, method: str, *arguments: Any) -> Any:
+        """Call a method of a worker and return its answer.
+
+        Raises:
+            GroupBroken: the worker is gone.
+        """
+        try:
+            return ray.get(getattr(member.actor, method).remote(*arguments), timeout=ANSWER_S)
+        except ray.exceptions.RayActorError as error:
+            member.result = RunResult("dead", member.lsn)
+            raise GroupBroken(f"a worker is gone (asked to {method})") from error
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
 
     def end_epoch(self, group_epoch: int, kill: Sequence[str]) -> None:
         """End a group epoch: members in `kill` are killed, the others come out of their runs, or are killed."""
@@ -194,7 +222,8 @@ class Crew:
 
     def kill(self, member: Member) -> None:
         """Make sure that a worker is gone, also a stopped process, which Ray's own kill does not reach."""
-        ray.kill(member.actor, no_restart=True)
+        if member.actor is not None:
+            ray.kill(member.actor, no_restart=True)
         if member.pid:
             kill_process(member.node, member.pid)
         member.result = RunResult("dead", member.lsn)

@@ -8,7 +8,6 @@ from typing import Any
 from everstep.core import clock
 from everstep.storage.chain import Chain
 
-
 WITHOUT_REGROUPING = ("checkpointer_lost", "kill_checkpointer")
 
 
@@ -24,6 +23,7 @@ class Healing:
         steps_lost: finished steps that had to be taken again because no record of them was left.
         steps_recomputed: finished steps that were taken again, compared with their records.
         exactness: "bitwise", "close" or "warm".
+        injected: whether the job file asked for it.
         seconds_to_group_formed: from the fault to the new group.
         seconds_to_next_step: from the fault to the next finished step.
     """
@@ -35,6 +35,7 @@ class Healing:
     steps_recomputed: int
     exactness: str
     began: float
+    injected: bool = False
     seconds_to_group_formed: float | None = None
     seconds_to_next_step: float | None = None
 
@@ -53,7 +54,18 @@ class Healings:
         self._matched = {name for _, body in self.stored for name in body["firings"]}
         self.open: list[tuple[Healing, list[str]]] = []
 
-    def match(self, kind: str, step: int) -> tuple[str, int, float, list[str]]:
+    def begin(self, kind: str, step: int, tier: str, exactness: str) -> Healing:
+        """Begin the account of a fault; one that struck while another was being healed without a trace joins it."""
+        kind, step, began, firings = self._match(kind, step)
+        unformed = [healing for healing, _ in self.open if healing.seconds_to_group_formed is None]
+        if unformed and not firings:
+            unformed[-1].tier = tier
+            return unformed[-1]
+        healing = Healing(kind, step, tier, 0, 0, exactness, began, injected=bool(firings))
+        self.open.append((healing, firings))
+        return healing
+
+    def _match(self, kind: str, step: int) -> tuple[str, int, float, list[str]]:
         """Return (kind, step, wall time, firings) of what just happened: the injected fault if one has just fired."""
         fired = {
             name: body for name, body in self.chain.events().items()
@@ -64,10 +76,6 @@ class Healings:
         self._matched |= set(fired)
         last = max(fired.values(), key=lambda body: float(body["wall"]))
         return str(last["kind"]), int(last["step"]), float(last["wall"]), sorted(fired)
-
-    def add(self, healing: Healing, firings: list[str]) -> None:
-        """Begin the account of one fault."""
-        self.open.append((healing, firings))
 
     def formed(self) -> None:
         """The group stands again."""
@@ -100,5 +108,5 @@ class Healings:
     def table(self) -> list[dict[str, Any]]:
         """Return every fault of the run, oldest first."""
         rows = [body for _, body in self.stored] + [asdict(healing) for healing, _ in self.open]
-        hidden = ("firings", "began")
+        hidden = ("firings", "began", "injected")
         return [{key: value for key, value in row.items() if key not in hidden} for row in rows]

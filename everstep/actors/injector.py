@@ -14,6 +14,7 @@ import psutil
 from everstep.core import clock
 from everstep.platform.settings import FaultSettings
 from everstep.storage.chain import Chain
+from everstep.storage.keys import BaseKey, CompressorKey, SegmentKey, parse
 
 
 class InjectedError(RuntimeError):
@@ -44,7 +45,13 @@ class Injector:
     def at(self, point: str, lsn: int) -> None:
         """Fire the faults that are due at this point of step `lsn`."""
         for number, fault in enumerate(self.faults):
-            if fault.step == lsn and fault.at == point and number not in self._fired and self._mine(fault):
+            if (
+                not fault.op
+                and fault.step == lsn
+                and fault.at == point
+                and number not in self._fired
+                and self._mine(fault)
+            ):
                 self._fired.add(number)
                 if self._claim(number, fault, lsn):
                     self._act(fault)
@@ -71,6 +78,48 @@ class Injector:
             raise InjectedError(f"injected at step {fault.step}, {fault.at}")
         else:
             self.strike(fault.kind, fault.rank or 0)
+
+
+class StoreInjector:
+    """Fires the faults that name a store operation, in a checkpoint actor.
+
+    `op` is "KIND:STEP", KIND one of segment, base, compressor and STEP a step of the folder store's put ("created",
+    "written", "synced", "linked", ...), or "restore". It fires for the first object that reaches the fault's step.
+
+    Args:
+        faults: as in the job file.
+        chain: where firings are stored.
+        index: the number of this checkpoint actor.
+        killable: the driver's process id, for `kill_everything`.
+    """
+
+    def __init__(self, faults: tuple[FaultSettings, ...], chain: Chain, index: int, killable: int | None) -> None:
+        self.chain, self.killable = chain, killable
+        self.due = {n: f for n, f in enumerate(faults) if f.op and (f.kind != "kill_checkpointer" or f.rank == index)}
+
+    def trace(self, step: str, key: str) -> None:
+        """Be told of a step of a put."""
+        found = parse(key.removeprefix(f"{self.chain.run}/"))
+        if isinstance(found, SegmentKey):
+            self._fire(f"segment:{step}", found.last)
+        elif isinstance(found, BaseKey):
+            self._fire(f"base:{step}", found.lsn)
+        elif isinstance(found, CompressorKey):
+            self._fire(f"compressor:{step}", found.lsn)
+
+    def restoring(self, lsn: int) -> None:
+        """Be told that a shard was restored at `lsn`, with others still to come."""
+        self._fire("restore", lsn)
+
+    def _fire(self, op: str, lsn: int) -> None:
+        for number, fault in list(self.due.items()):
+            if fault.op == op and lsn >= fault.step:
+                del self.due[number]
+                body = {"kind": fault.kind, "step": fault.step, "at": op, "rank": fault.rank, "wall": clock.wall()}
+                if self.chain.add_event(firing_name(number, 0), body):
+                    if fault.kind == "kill_everything" and self.killable is not None:
+                        kill_tree(self.killable)
+                    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_tree(root: int) -> None:

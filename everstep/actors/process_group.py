@@ -1,8 +1,9 @@
 """A process group that is formed and re-formed inside living actors, and never waits without a bound.
 
-No wait blocks in C++: it polls (so no point-to-point operations: gloo only completes those inside `wait`), and leaves as soon as the fault handler ends the group epoch. An operation that is
-still in flight then goes to a graveyard together with its group and buffers: a stopped peer may wake and finish it,
-and a group's destructor may wait for its operations.
+No wait blocks in C++: it polls, and leaves as soon as the fault handler ends the group epoch. (So there are no
+point-to-point operations: gloo completes those only inside `wait`.) An operation that is still in flight then goes to a
+graveyard together with its group and buffers: a stopped peer may wake and finish it, and a group's destructor may wait
+for its operations.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.actors import environment  # noqa: F401  # before any group reads it
 from everstep.core import clock
 from everstep.core.errors import EpochOver, GroupBroken
 
 TIMEOUT = timedelta(minutes=30)  # of the group itself; hangs are bounded by polling, long before
+CONNECT = timedelta(seconds=30)
 SPINS = 200  # polls without sleeping: a collective of a megabyte takes a millisecond or two
 PAUSE_S = 0.0005
 
 _graveyard: list[Any] = []
 
 
-def connect(address: tuple[str, int]) -> dist.Store:
+def connect(address: tuple[str, int]) -> Any:
     """Connect to the rendezvous store that the fault handler hosts."""
-    return dist.TCPStore(address[0], address[1], None, False, timeout=timedelta(seconds=30))
+    host, port = address
+    return dist.TCPStore(host, port, None, False, timeout=CONNECT)  # type: ignore[attr-defined]
 
 
 class ProcessGroup:
@@ -43,22 +45,24 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, store: dist.Store, group_epoch: int, world_rank: int, world_size: int,
+        self, store: Any, group_epoch: int, world_rank: int, world_size: int,
         device: torch.device, over: threading.Event,
     ) -> None:  # fmt: skip
         self.world_rank, self.world_size = world_rank, world_size
         self.device = device
         self.entered = 0  # collectives begun: the worker that lags behind here is the one that hangs
         self._over = over
-        prefix = dist.PrefixStore(f"group-epoch-{group_epoch}", store)
+        prefix = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"group-epoch-{group_epoch}", store
+        )
         try:
             self._group: Any = self._make(prefix, world_rank, world_size)
         except RuntimeError as error:
             raise GroupBroken(f"forming group epoch {group_epoch} failed: {error}") from error
 
-    def _make(self, store: dist.Store, world_rank: int, world_size: int) -> Any:
+    def _make(self, store: Any, world_rank: int, world_size: int) -> Any:
         if self.device.type == "cuda":
-            return dist.ProcessGroupNCCL(store, world_rank, world_size, TIMEOUT)
+            return dist.ProcessGroupNCCL(store, world_rank, world_size, TIMEOUT)  # type: ignore[arg-type]
         return dist.ProcessGroupGloo(store, world_rank, world_size, TIMEOUT)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:

@@ -6,12 +6,11 @@ import contextlib
 import os
 from typing import Any
 
-from everstep.actors import environment  # noqa: F401  # before ray
-import ray  # isort: skip
-
 from everstep.actors import session
-from everstep.actors.fault_handler import FaultHandler, RunSpec
-from everstep.actors.spec import NAMESPACE, actor_name, recipe_of
+from everstep.actors.context import RunSpec
+from everstep.actors.environment import ray, start
+from everstep.actors.fault_handler import FaultHandler
+from everstep.actors.spec import actor_name, recipe_of
 from everstep.core import clock
 from everstep.core.errors import RunExists, RunFailed, SettingsError
 from everstep.platform.settings import JobSettings, differences, from_dict, to_dict
@@ -95,7 +94,7 @@ def launch(settings: JobSettings, *, resume: str | None) -> Handle:
     settings = _with(settings, store=absolute(settings.run.store))
     if settings.run.store.startswith("memory:"):
         raise SettingsError(
-            "run.store \"memory:\" lives in one process, a run has several", hint='use "file:./everstep-runs"'
+            'run.store "memory:" lives in one process, a run has several', hint='use "file:./everstep-runs"'
         )
     store = open_store(settings.run.store)
     probe(store)
@@ -115,9 +114,7 @@ def launch(settings: JobSettings, *, resume: str | None) -> Handle:
         to_dict(settings), resume, len(layout.ranges), blueprint.exactness, intervals, os.getpid() if own else None
     )
     name = actor_name(settings.run.name or "", "handler")
-    handler = FaultHandler.options(
-        name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True
-    ).remote(spec)
+    handler = start(FaultHandler, spec, name=name, get_if_exists=True)
     return Handle(handler, own)
 
 
@@ -137,5 +134,3 @@ def _existing(settings: JobSettings, store: Any) -> str | None:
             hint="choose another run.name, or go on with it: everstep resume " + settings.run.name,
         )
     return settings.checkpoint.on_total_loss
-
-

@@ -16,9 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from everstep.actors import environment  # noqa: F401  # before ray
-import ray  # isort: skip
-
+from everstep.actors.environment import ray
 from everstep.actors.spec import Ack
 from everstep.core import clock
 from everstep.core.errors import Failure
@@ -41,8 +39,8 @@ class _Kept:
         self.bytes += payload.size - (old.size if old is not None else 0)
         self.payloads[shard, lsn] = payload
 
-    def drop_durable(self, durable: Mapping[int, int]) -> None:
-        for key in [k for k in self.payloads if k[1] <= durable.get(k[0], -1)]:
+    def drop(self, released: Mapping[int, int]) -> None:
+        for key in [k for k in self.payloads if k[1] <= released.get(k[0], -1)]:
             self.bytes -= self.payloads.pop(key).size
 
 
@@ -108,9 +106,9 @@ class Sender:
                 hint="see what the checkpoint actor and the store are waiting for",
             )
 
-    def offer_residual(self, lsn: int, number: int, slices: int, data: pa.Buffer) -> None:
+    def offer_residual(self, lsn: int, number: int, data: pa.Buffer) -> None:
         """Take this worker's slice of a compressor snapshot; `data` must not change any more."""
-        self._inbox.put(lambda: self._hand_over_residual(lsn, number, slices, data))
+        self._inbox.put(lambda: self._hand_over_residual(lsn, number, data))
 
     def lags(self, owned: Sequence[int], finished: int) -> dict[int, int]:
         """Return, for each owned shard, how many finished steps its checkpoint actor has not acknowledged."""
@@ -172,10 +170,10 @@ class Sender:
             self._send(actor, result.lsn, records, complete)
             self._at("after_send", result.lsn)
 
-    def _hand_over_residual(self, lsn: int, number: int, slices: int, data: pa.Buffer) -> None:
+    def _hand_over_residual(self, lsn: int, number: int, data: pa.Buffer) -> None:
         actor = number % len(self._actors)
         if actor not in self._down:  # else this snapshot stays incomplete and is never named
-            self._actors[actor].put_residual.remote(self._epoch, lsn, number, slices, data)
+            self._actors[actor].put_residual.remote(self._epoch, lsn, number, data)
 
     def _send(self, actor: int, lsn: int, records: list[tuple[int, pa.Buffer]], complete: int) -> None:
         if actor in self._down:
@@ -195,7 +193,7 @@ class Sender:
     def _acknowledge(self, ack: Ack) -> None:
         self.received.update(ack.received)
         with self._room:
-            self._kept.drop_durable(ack.durable)
+            self._kept.drop(ack.released)
             self._room.notify_all()
 
     def _begin(self, group_epoch: int, owned: tuple[int, ...], actors: list[Any]) -> None:

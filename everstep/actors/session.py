@@ -7,9 +7,7 @@ import sys
 from typing import Any, TextIO
 
 from everstep.actors import environment
-import ray  # isort: skip
-
-from everstep.actors.spec import NAMESPACE
+from everstep.actors.environment import NAMESPACE, ray
 from everstep.platform.settings import JobSettings
 
 LOCAL_CPUS = 8  # logical; actors are processes, the machine shares them out
@@ -19,7 +17,9 @@ STORE_BYTES = 1 << 30  # of the local object store: records in flight and one st
 def connect(settings: JobSettings) -> bool:
     """Connect this process; return whether the cluster is our own and ends with us."""
     environment.prepare()
-    runtime = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}}
+    runtime = {
+        "env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+    }
     options: dict[str, Any] = {
         "namespace": NAMESPACE, "logging_level": "ERROR", "log_to_driver": False, "runtime_env": runtime,
     }  # fmt: skip

@@ -10,8 +10,6 @@ from everstep.platform.settings import JobSettings
 from everstep.platform.tuner import Intervals
 from everstep.training.recipe import Recipe
 
-NAMESPACE = "everstep"
-
 
 def actor_name(run: str, role: str, identity: str | int = "") -> str:
     """Return the Ray name of one actor of a run."""
@@ -53,7 +51,7 @@ class WorkerSpec:
         identity: the worker's name among all that ever were.
         shards: shard numbers by checkpoint actor; empty without a log.
         compressor_interval: steps between compressor snapshots; 0 for none.
-        killable: processes that `kill_everything` may kill, the driver first; only on a local cluster.
+        killable: the driver's process id, where `kill_everything` may kill it and its own cluster.
     """
 
     settings: Mapping[str, Any]
@@ -74,6 +72,7 @@ class CheckpointerSpec:
         generation: the tenure it writes in.
         group_epoch: the lowest group epoch it accepts.
         intervals: when it cuts segments and writes bases.
+        killable: the driver's process id, where `kill_everything` may kill it.
     """
 
     settings: Mapping[str, Any]
@@ -82,6 +81,7 @@ class CheckpointerSpec:
     generation: int
     group_epoch: int
     intervals: Intervals
+    killable: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,14 @@ class Ack:
         index: the actor's number.
         received: by shard.
         durable: by shard.
+        released: by shard, what the sender need not keep any more: durable, or given up.
         refused: the message came from an ended group epoch.
     """
 
     index: int
     received: Mapping[int, int]
     durable: Mapping[int, int]
+    released: Mapping[int, int]
     refused: bool = False
 
 

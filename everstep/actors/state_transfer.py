@@ -49,14 +49,14 @@ def take_state(group: ProcessGroup, source: int) -> tuple[int, int, dict[str, to
     return head["lsn"], head["check"], out
 
 
-def _broadcast_bytes(group: ProcessGroup, source: int, data: bytes | None) -> np.ndarray:  # type: ignore[type-arg]
+def _broadcast_bytes(group: ProcessGroup, source: int, data: bytes | None) -> np.ndarray:
     """Send `data` (None: receive it), its length first, in chunks; uint8."""
     length = torch.tensor([len(data or b"")], dtype=torch.int64, device=group.device)
     group.broadcast(length, source)
     whole = torch.empty(int(length), dtype=torch.uint8)
     if data is not None:
         whole.copy_(torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)))
-    for part in whole.split(CHUNK) if whole.numel() else ():
+    for part in torch.split(whole, CHUNK) if whole.numel() else ():
         moving = part.to(group.device)
         group.broadcast(moving, source)
         if moving is not part:

@@ -16,18 +16,16 @@ from typing import Any
 
 import google_crc32c
 import pyarrow as pa
-
-from everstep.actors import environment  # noqa: F401  # before ray
-import ray  # isort: skip
-
 import torch
 
-from everstep.actors.checkpoint_actor import as_arrays, from_array
+from everstep.actors.environment import NAMESPACE, actor, control, ray
 from everstep.actors.injector import Injector, kill_tree
+from everstep.actors.moving import from_arrays, to_arrays
 from everstep.actors.process_group import ProcessGroup, connect
 from everstep.actors.sender import Sender
-from everstep.actors.spec import NAMESPACE, Formation, WorkerSpec, actor_name, recipe_of
+from everstep.actors.spec import Formation, WorkerSpec, actor_name, recipe_of
 from everstep.actors.state_transfer import give_state, take_state
+from everstep.compressors import build_compressor
 from everstep.core import clock
 from everstep.core.errors import EverstepError, Interruption, RunFailed
 from everstep.platform.settings import from_dict
@@ -80,7 +78,7 @@ class Times:
     last_step: float | None = None
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"control": 4})
+@actor(max_restarts=0)
 class TrainWorker:
     """One worker, or a spare that has everything built and waits.
 
@@ -134,8 +132,6 @@ class TrainWorker:
 
     def _make_step(self) -> TrainStep:
         recipe, layout = self.blueprint.recipe, self.blueprint.layout
-        from everstep.compressors import build_compressor
-
         buffers = sum(name.startswith("buffer/") for name in self.state.fixed)
         tail = Tail(len(layout.slots), buffers, len(layout.shards))
         compressor = build_compressor(recipe.compressor, recipe.density)
@@ -147,7 +143,7 @@ class TrainWorker:
 
     # ---- control: answered at any time ----
 
-    @ray.method(concurrency_group="control")
+    @control
     def status(self) -> dict[str, Any]:
         """Return where this worker stands."""
         formation = self.formation
@@ -168,7 +164,7 @@ class TrainWorker:
             "evaluated": self.evaluated,
         }
 
-    @ray.method(concurrency_group="control")
+    @control
     def end_epoch(self, group_epoch: int) -> None:
         """Leave the group of this epoch, and of any before."""
         self._ended_epoch = max(self._ended_epoch, group_epoch)
@@ -176,12 +172,12 @@ class TrainWorker:
         if formation is None or formation.group_epoch <= group_epoch:
             self._over.set()
 
-    @ray.method(concurrency_group="control")
+    @control
     def request_stop(self) -> None:
         """Ask the whole group to stop after the same step."""
         self._stopping = True
 
-    @ray.method(concurrency_group="control")
+    @control
     def connect_checkpointers(self, checkpointers: Sequence[Any]) -> None:
         """Send records to these checkpoint actors from now on."""
         self.checkpointers = list(checkpointers)
@@ -195,6 +191,10 @@ class TrainWorker:
         """Return the process id once everything is built."""
         return os.getpid()
 
+    def come_out(self) -> RunResult:
+        """Return once whatever this worker did before has ended: a new fault handler's first question."""
+        return RunResult("broken", self._lsn(), "the fault handler was restarted")
+
     def begin(self) -> None:
         """Take this worker's first state for the run's: only for a run without a log."""
         self._whole = True
@@ -207,7 +207,7 @@ class TrainWorker:
             parts: tensors by canonical name, one mapping an actor.
             residual: fp32 array (n,), or None for zero.
         """
-        tensors = {name: from_array(value) for part in parts for name, value in part.items()}
+        tensors = {name: tensor for part in parts for name, tensor in from_arrays(part).items()}
         self.state.load(tensors, lsn)
         self.train_step.exchange.adopt(lsn, None if residual is None else torch.tensor(residual))
         self._settle(int(combine_digests(self.state.tensor_digests())[:15], 16))
@@ -258,7 +258,7 @@ class TrainWorker:
 
     def tensors(self) -> tuple[int, dict[str, Any]]:
         """Return (lsn, the whole state) in the form checkpoint actors take."""
-        return self.state.lsn, as_arrays(self.state.tensors())
+        return self.state.lsn, to_arrays(self.state.tensors())
 
     def digest(self) -> tuple[int, str]:
         """Return (lsn, digest of the whole state)."""
@@ -272,13 +272,13 @@ class TrainWorker:
             "stall_fraction": sum(stalls) / sum(steps) if steps else 0.0,
             "sender_cpu": self.sender.cpu,
             "train_cpu": self.times.cpu,
-            "network_bytes": self.train_step.network_bytes,
+            "network_bytes_per_step": self.train_step.network_bytes,
             "loss_first": self.loss[0],
             "loss_last": self.loss[1],
             "full_bytes": sum(t.numel() * t.element_size() for t in self.state.tensors().values()),
         }
 
-    @ray.method(concurrency_group="control")
+    @control
     def die(self) -> None:
         """Be killed."""
         os.kill(os.getpid(), signal.SIGKILL)
@@ -352,7 +352,7 @@ class TrainWorker:
         if self.blueprint.recipe.residual == "replicated":
             part = residual[residual.numel() * place // size : residual.numel() * (place + 1) // size]
         data = pa.py_buffer(bytes(tensor_bytes(part)))
-        self.sender.offer_residual(lsn, place, size, data)
+        self.sender.offer_residual(lsn, place, data)
         self.sender.stalled += clock.monotonic() - started
 
     def _evaluate(self) -> None:

@@ -1,29 +1,29 @@
 """Every error everstep raises on purpose; the class says who must act.
 
-    EverstepError
-    ├── UserError                 exit 2: the job file, the command or the user's own files must change
-    │   ├── SettingsError         a key, a value or their combination
-    │   ├── UnknownName           a name that no registry knows
-    │   ├── TaskError             the task cannot be used as it is
-    │   ├── StoreRefused          the store cannot hold a run (no permission, no conditional create)
-    │   └── RunExists             the run is there already, with other settings
-    ├── Failure                   exit 1: something broke while the request itself was right
-    │   ├── StoreError            the store did not do what it was asked
-    │   │   ├── ObjectMissing     no object of that name
-    │   │   ├── ObjectExists      create-if-absent found one
-    │   │   └── StoreFull         no space left
-    │   ├── ChainError            the log cannot give what was asked of it
-    │   │   ├── CorruptObject     checksum, truncation or a header that does not fit its name
-    │   │   ├── FormatTooNew      written by a later everstep
-    │   │   ├── ChainGap          segments in the middle are missing
-    │   │   └── StepNotKept       no round reaches that step any more (or yet)
-    │   ├── Fenced                a newer generation owns the log; this writer must stop
-    │   ├── StateMismatch         two copies that must have the same bits have not
-    │   └── RunFailed             the run stopped; the cause is in the message
-    │       └── UserCodeFailed    the user's own code raised; their traceback comes first
-    └── Interruption              not an error to show: a step was aborted and will be tried again
-        ├── GroupBroken           a collective failed: some peer is gone
-        └── EpochOver             the fault handler ended this group epoch
+EverstepError
+├── UserError                 exit 2: the job file, the command or the user's own files must change
+│   ├── SettingsError         a key, a value or their combination
+│   ├── UnknownName           a name that no registry knows
+│   ├── TaskError             the task cannot be used as it is
+│   ├── StoreRefused          the store cannot hold a run (no permission, no conditional create)
+│   └── RunExists             the run is there already, with other settings
+├── Failure                   exit 1: something broke while the request itself was right
+│   ├── StoreError            the store did not do what it was asked
+│   │   ├── ObjectMissing     no object of that name
+│   │   ├── ObjectExists      create-if-absent found one
+│   │   └── StoreFull         no space left
+│   ├── ChainError            the log cannot give what was asked of it
+│   │   ├── CorruptObject     checksum, truncation or a header that does not fit its name
+│   │   ├── FormatTooNew      written by a later everstep
+│   │   ├── ChainGap          segments in the middle are missing
+│   │   └── StepNotKept       no round reaches that step any more (or yet)
+│   ├── Fenced                a newer generation owns the log; this writer must stop
+│   ├── StateMismatch         two copies that must have the same bits have not
+│   └── RunFailed             the run stopped; the cause is in the message
+│       └── UserCodeFailed    the user's own code raised; their traceback comes first
+└── Interruption              not an error to show: a step was aborted and will be tried again
+    ├── GroupBroken           a collective failed: some peer is gone
+    └── EpochOver             the fault handler ended this group epoch
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The controller: observe, decide, execute, until the run has ended. No Ray, no torch.
 
-    Starting ──> Running ──> Finishing ──> Ended
-                 │    ↑          │
-                 ↓    │          │ something was lost meanwhile
-              Recovering <───────┘
+Starting ──> Running ──> Finishing ──> Ended
+             │    ↑          │
+             ↓    │          │ something was lost meanwhile
+          Recovering <───────┘
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ class Controller:
         while not isinstance(self.state, Ended):
             try:
                 self.state = self.step(self.state)
-            except Interruption as interruption:
-                self.state = self._after(
-                    self.policy.decide(self.mechanism.observe(), self.budget), fallback=interruption.message
-                )
+            except Interruption as interruption:  # a verb did not come to its end: whatever was lost, regroup
+                facts = self.mechanism.observe()
+                self.state = self._after(self.policy.interrupted(interruption.message, facts, self.budget))
             except EverstepError as error:
                 self.state = Ended(error)
         return self.state
@@ -94,8 +93,8 @@ class Controller:
         self.mechanism.finish(stopped=state.stopped)
         return Ended(stopped=state.stopped)
 
-    def _after(self, decision: Decision, fallback: str = "") -> State:
-        """Return the state that a decision leads to; `fallback`: a verb was interrupted, so waiting is no answer."""
+    def _after(self, decision: Decision) -> State:
+        """Return the state that a decision leads to."""
         if isinstance(decision, Regroup | ReplaceCheckpointers):
             self.tell(decision.reason)
             return Recovering(decision)
@@ -104,4 +103,4 @@ class Controller:
         if isinstance(decision, Fail):
             self.tell(decision.reason)
             return Ended(decision.error)
-        return Recovering(Regroup(fallback, "worker_lost")) if fallback else Running()
+        return Running()

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everstep.core.errors import RunFailed, StoreError, UserCodeFailed
-from everstep.platform.states import Budget, Decision, Facts, Fail, Finish, Regroup, ReplaceCheckpointers, Wait, WorkerFacts
+from everstep.platform.states import (
+    Budget,
+    Decision,
+    Facts,
+    Fail,
+    Finish,
+    Regroup,
+    ReplaceCheckpointers,
+    Wait,
+    WorkerFacts,
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,10 @@ class FailurePolicy:
             or self._hang(facts, budget)
             or Wait()
         )
+
+    def interrupted(self, reason: str, facts: Facts, budget: Budget) -> Decision:
+        """Return what to do after a recovery, or the end, was broken off because something else was lost meanwhile."""
+        return self._fatal(facts) or self._regroup(reason, "worker_lost", facts, budget)
 
     def _fatal(self, facts: Facts) -> Decision | None:
         for worker in facts.workers:
@@ -75,6 +89,8 @@ class FailurePolicy:
 
     def _ended(self, facts: Facts) -> Decision | None:
         outcomes = {worker.outcome for worker in facts.workers}
+        if not outcomes:
+            return None
         if outcomes == {"finished"}:
             return Finish("all workers took the last step", stopped=False)
         if outcomes <= {"finished", "stopped"}:
@@ -102,18 +118,18 @@ class FailurePolicy:
             return None
         suspects = suspects_of(facts.workers)
         names = ", ".join(str(worker.world_rank) for worker in suspects) or "nobody in particular"
-        reason = f"no step for {facts.still_s:.1f} s (workers.hang_timeout_s = {self.hang_timeout_s:g}); suspect {names}"
+        reason = (
+            f"no step for {facts.still_s:.1f} s (workers.hang_timeout_s = {self.hang_timeout_s:g}); suspect {names}"
+        )
         return self._regroup(reason, "hang", facts, budget, tuple(worker.identity for worker in suspects))
 
-    def _regroup(
-        self, reason: str, kind: str, facts: Facts, budget: Budget, kill: tuple[str, ...] = ()
-    ) -> Decision:
-        lsn = max(worker.lsn for worker in facts.workers)
+    def _regroup(self, reason: str, kind: str, facts: Facts, budget: Budget, kill: tuple[str, ...] = ()) -> Decision:
+        lsn = max((worker.lsn for worker in facts.workers), default=0)
         if budget.spend(lsn) > self.fruitless:
             return Fail(
                 reason,
                 RunFailed(
-                    f"{budget.regroups_here} recoveries in a row without a finished step after step {lsn}; last: {reason}",
+                    f"{budget.regroups_here} recoveries without a finished step after step {lsn}; the last: {reason}",
                     hint="look at the workers' logs; a step that needs more memory than there is looks like this",
                 ),
             )
@@ -121,7 +137,7 @@ class FailurePolicy:
 
 
 def suspects_of(workers: tuple[WorkerFacts, ...]) -> tuple[WorkerFacts, ...]:
-    """Return who hangs: those that do not answer; else those behind the others in steps and collectives; else nobody."""
+    """Return who hangs: those that do not answer; else those behind the others in steps or collectives; else none."""
     silent = tuple(worker for worker in workers if not worker.answers)
     if silent:
         return silent

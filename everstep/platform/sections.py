@@ -26,6 +26,9 @@ FaultKind = Literal[
 FaultPoint = Literal["before_exchange", "after_exchange", "before_commit", "after_commit", "after_send"]
 
 
+OPERATION = r"(segment|base|compressor):(created|written|synced|linked|unlinked|folder_synced)|restore"
+
+
 class Refused(ValueError):
     """A value that has the right type and still cannot be used; `key` is relative to the section that raises it."""
 
@@ -264,8 +267,9 @@ class StoreSettings(Section):
 class FaultSettings(Section):
     """`[[faults]]`: one fault, fired once per run.
 
-    `rank` is the world rank it strikes; for `kill_checkpointer` the number of the checkpoint actor; for `kill_workers`
-    None, which is all of them.
+    It fires at `at`, a point of a worker's step, or where `op` is given at a checkpoint actor's store operation that
+    reaches `step`. `rank` is the world rank it strikes; for `kill_checkpointer` the number of the checkpoint actor; for
+    `kill_workers` None, which is all of them.
     """
 
     kind: FaultKind
@@ -281,8 +285,23 @@ class FaultSettings(Section):
             return {"rank": None, **data}
         return data
 
+    @field_validator("op")
+    @classmethod
+    def _operation(cls, op: str | None) -> str | None:
+        if op is not None and not re.fullmatch(OPERATION, op):
+            raise Refused(
+                "",
+                f'expected "restore" or KIND:STEP, got {op!r}',
+                "KIND: segment, base, compressor; STEP: created, written, synced, linked, unlinked, folder_synced",
+            )
+        return op
+
     @model_validator(mode="after")
     def _whom(self) -> Self:
+        if self.op is not None and self.kind not in ("kill_checkpointer", "kill_everything"):
+            raise Refused(
+                "op", f"expected none for {self.kind}, got {self.op!r}", "only checkpoint actors use the store"
+            )
         if (self.rank is None) != (self.kind == "kill_workers"):
             expected = "none (kill_workers strikes all)" if self.rank is not None else f"a world rank for {self.kind}"
             raise Refused("rank", f"expected {expected}, got {self.rank}", "kill_worker strikes one, kill_workers all")

@@ -28,9 +28,9 @@ class Intervals:
 def derive_intervals(settings: JobSettings, parameters: int, shards: int) -> Intervals:
     """Return the intervals of a run, from its settings or, where they say "auto", from its sizes.
 
-    A compressor snapshot writes the residual, 4 bytes a parameter (and worker, when each has its own), and outweighs the
-    log when taken often. It is taken as often as the log plus snapshots stay within `BYTES_SHARE` of a full checkpoint a
-    step; when the log alone is above that, as often as a base.
+    A compressor snapshot writes the residual, 4 bytes a parameter (and worker, when each has its own), and outweighs
+    the log when taken often. It is taken as often as the log plus snapshots stay within `BYTES_SHARE` of a full
+    checkpoint a step; when the log alone is above that, as often as a base.
 
     Args:
         settings: the job file.

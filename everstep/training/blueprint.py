@@ -73,7 +73,7 @@ def _groups(task: Task, model: nn.Module) -> list[dict[str, Any]]:
         strangers = [tuple(p.shape) for p in group["params"] if id(p) not in named]
         if strangers:
             raise TaskError(
-                f"parameter_groups names tensors of shape {strangers[:3]} that are no trainable parameters of the model",
+                f"parameter_groups names tensors of shape {strangers[:3]} that are no trainable parameters of it",
                 hint="return groups over model.parameters() only",
             )
         out.append(

@@ -189,6 +189,6 @@ def _finite(gradient: torch.Tensor) -> bool:
     return bool(torch.isfinite(gradient).all())  # the sum may overflow where no element does
 
 
-def used_flags(tail: torch.Tensor, names: Tail) -> np.ndarray:  # type: ignore[type-arg]  # bool, (slots,)
+def used_flags(tail: torch.Tensor, names: Tail) -> np.ndarray:
     """Return which parameters got a gradient from at least one micro-shard."""
     return (tail[names.used] > 0).cpu().numpy()

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from everstep.core.errors import ChainError, StateMismatch, StepNotKept
 from everstep.storage.chain import Chain
-from everstep.storage.keys import BaseKey, CompressorKey, SegmentKey
+from everstep.storage.keys import BaseKey, CompressorKey, DataKey, SegmentKey
 from everstep.storage.plan import plan_restore
 from everstep.training.blueprint import Blueprint
 from everstep.training.recipe import Recipe
@@ -57,7 +57,8 @@ def verify(chain: Chain, recipe: Recipe) -> dict[str, Any]:
         StateMismatch: the replayed state is not the one that was logged.
     """
     listing = chain.listing()
-    for key in [*listing.segments(), *listing.bases(), *listing.compressor()]:
+    keys: list[DataKey] = [*listing.segments(), *listing.bases(), *listing.compressor()]
+    for key in keys:
         chain.read(key)
     blueprint = Blueprint(recipe)
     oldest = max(min(b.lsn for b in listing.bases(shard)) for shard in chain.manifest.shards)
@@ -131,4 +132,3 @@ def _best(chain: Chain) -> int:
     if not evaluations:
         raise StepNotKept(f"run {chain.run} has no evaluation, so there is no best step", hint="give --step a number")
     return int(min(evaluations, key=lambda body: float(body["loss"]))["lsn"])
-

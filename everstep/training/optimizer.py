@@ -75,7 +75,7 @@ def build_optimizer(name: str, options: Mapping[str, Any], groups: Sequence[Mapp
         devices = {p.device.type for group in groups for p in group["params"]}
         chosen.setdefault("foreach", "cuda" in devices)
     try:
-        return kind([dict(group) for group in groups], **chosen)  # type: ignore[arg-type]
+        return kind([dict(group) for group in groups], **chosen)
     except (TypeError, ValueError) as error:
         raise SettingsError(f"optimizer {name} refuses its options {dict(options)}: {error}") from error
 
@@ -120,11 +120,15 @@ def build_scheduler(name: str | None, options: Mapping[str, Any], optimizer: Opt
     if kind is None and ":" in name:
         kind = import_path(name, "scheduler")
     if kind is None or name.startswith("_"):
-        known = [n for n, c in vars(torch.optim.lr_scheduler).items() if inspect.isclass(c) and issubclass(c, LRScheduler)]
+        known = [
+            n for n, c in vars(torch.optim.lr_scheduler).items() if inspect.isclass(c) and issubclass(c, LRScheduler)
+        ]
         close = nearest(name, known)
         raise SettingsError(
             f"unknown scheduler {name!r}",
-            hint=f"did you mean {close!r}?" if close else "use a class of torch.optim.lr_scheduler, or package.module:Thing",
+            hint=f"did you mean {close!r}?"
+            if close
+            else "use a class of torch.optim.lr_scheduler, or package.module:Thing",
         )
     if kind is torch.optim.lr_scheduler.ReduceLROnPlateau:
         raise SettingsError(

@@ -2,7 +2,8 @@
 
 A worker turns a record into one contiguous buffer (`pack`), a checkpoint actor reads it without copying (`unpack`)
 and writes it into a segment as it is. Shard 0 is the step's own: cursor, scalars, changed buffers. Every parameter
-shard repeats the few scalars that its replay needs (hyper-parameters, which parameters got no gradient), so that it can be replayed alone.
+shard repeats the little that its replay needs (hyper-parameters, which parameters got no gradient), so that it can be
+replayed alone.
 """
 
 from __future__ import annotations

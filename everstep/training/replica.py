@@ -26,12 +26,14 @@ class ShardLog:
         received: the last lsn that is here.
         durable: the last lsn that is in the store.
         unmerged: records above the merged lsn, by lsn.
+        released: the last lsn that nobody needs to keep for this log any more: durable, or given up.
         unwritten: records above the last cut, in order, with their time of arrival.
         logged: checksums of records that a recomputation must match, by lsn.
     """
 
     received: int
     durable: int
+    released: int = -1
     unmerged: dict[int, pa.RecordBatch] = field(default_factory=dict)
     unwritten: list[tuple[int, pa.RecordBatch, float]] = field(default_factory=list)
     logged: dict[int, int] = field(default_factory=dict)
@@ -72,6 +74,10 @@ class Replica:
         """Return, by shard, the last lsn that is in the store."""
         return {shard: log.durable for shard, log in self.logs.items()}
 
+    def released(self) -> dict[int, int]:
+        """Return, by shard, the last lsn that workers need not keep any more."""
+        return {shard: max(log.durable, log.released) for shard, log in self.logs.items()}
+
     def merged(self) -> dict[int, int]:
         """Return, by shard, the last merged lsn."""
         return {shard: state.lsn for shard, state in self.states.items()}
@@ -93,7 +99,7 @@ class Replica:
         return True
 
     def put(self, group_epoch: int, lsn: int, records: Sequence[tuple[int, pa.Buffer]], complete: int) -> bool:
-        """Take records of one step; False if they come from an ended group epoch. A gap is left for the sender to fill."""
+        """Take records of one step; False if they come from an ended group epoch. A gap is left to the sender."""
         with self._lock:
             if group_epoch < self.group_epoch:
                 return False
@@ -119,12 +125,19 @@ class Replica:
                     out.append(Cut(shard, ready[0][0], ready[-1][0], tuple(item[1] for item in ready)))
         return out
 
-    def written(self, cut: Cut) -> None:
-        """Note that a cut is durable."""
+    def written(self, shard: int, last: int) -> None:
+        """Note that a shard is durable up to `last`."""
         with self._lock:
-            log = self.logs[cut.shard]
-            log.unwritten = [item for item in log.unwritten if item[0] > cut.last]
-            log.durable = max(log.durable, cut.last)
+            log = self.logs[shard]
+            log.unwritten = [item for item in log.unwritten if item[0] > last]
+            log.durable = max(log.durable, last)
+
+    def forget_unwritten(self) -> None:
+        """Give up writing what is complete; it stays in the state, by merging."""
+        with self._lock:
+            for log in self.logs.values():
+                log.unwritten = [item for item in log.unwritten if item[0] > self.complete]
+                log.released = max(log.released, self.complete)
 
     def merge(self, shard: int, upto: int | None = None) -> ShardState:
         """Bring one shard to `upto` (None: the complete lsn) and return its state. Call with `merge_lock` held."""

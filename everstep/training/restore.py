@@ -10,6 +10,7 @@ import torch
 from everstep.core.errors import ChainError, CorruptObject, ObjectMissing
 from everstep.storage.chain import Chain
 from everstep.storage.keys import CompressorKey
+from everstep.storage.manifest import CompressorSnapshot
 from everstep.storage.plan import RestorePlan, ShardPlan, plan_restore
 from everstep.training.blueprint import Blueprint
 from everstep.training.record import lsn_of
@@ -19,12 +20,17 @@ Damage = dict[str, str]  # object path -> what is wrong with it
 
 
 def restore(
-    chain: Chain, blueprint: Blueprint, *, target: int | None = None, shards: Collection[int] | None = None,
+    chain: Chain,
+    blueprint: Blueprint,
+    *,
+    target: int | None = None,
+    shards: Collection[int] | None = None,
     exclude: frozenset[str] = frozenset(),
 ) -> tuple[dict[int, ShardState], RestorePlan, Damage]:
     """Return the states of `shards` (None: all) at `target` (None: the last step that all of them reach).
 
-    Objects named in `exclude` are not used. A damaged base is left out and an older one taken; a damaged segment only if a later base bridges it.
+    Objects named in `exclude` are not used. A damaged base is left out and an older one taken; a damaged segment only
+    if a later base bridges it.
 
     Returns:
         The states by shard, the plan that was carried out, and the damage that was found on the way.
@@ -91,10 +97,6 @@ def read_residual(chain: Chain, generation: int, lsn: int, slices: Collection[in
     return out
 
 
-def best_snapshot(chain: Chain, upto: int) -> tuple[int, int, int] | None:
-    """Return (generation, lsn, slices) of the last complete compressor snapshot not after `upto`; None for the start."""
-    found = [s for s in chain.manifest.compressor if s.lsn <= upto]
-    if not found:
-        return None
-    last = max(found, key=lambda s: s.lsn)
-    return last.generation, last.lsn, last.slices
+def best_snapshot(chain: Chain, upto: int) -> CompressorSnapshot | None:
+    """Return the last complete compressor snapshot not after `upto`; None for the start, where residuals are zero."""
+    return max((s for s in chain.manifest.compressor if s.lsn <= upto), key=lambda s: s.lsn, default=None)

@@ -1,4 +1,4 @@
-"""The state that a step changes: parameters, optimizer state and buffers; live in a worker, or one shard's in a replica.
+"""The state that a step changes: parameters, optimizer state and buffers; a worker's own, or one shard's in a replica.
 
 Canonical names, which no sharding changes: `param/NAME`, `buffer/NAME`, `optimizer/NAME/KEY`.
 """
@@ -70,6 +70,12 @@ class TrainState:
         """Give buffers their value after a step."""
         for name, value in changed.items():
             self.fixed[name].copy_(value)
+
+    def owns(self, full: str) -> bool:
+        """Whether a tensor of this canonical name belongs to this state."""
+        if full.startswith("optimizer/"):
+            return full.removeprefix("optimizer/").rpartition("/")[0] in self.params
+        return full in self.fixed or full.removeprefix("param/") in self.params
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor of the state by canonical name, sorted; the tensors themselves, not copies."""
@@ -144,7 +150,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's elements as bytes in row-major order, without a copy where its memory allows."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")  # type: ignore[arg-type]
 
 
 def combine_digests(digests: Mapping[str, str]) -> str:

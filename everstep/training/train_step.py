@@ -57,11 +57,11 @@ class TrainStep:
         self.recipe = blueprint.recipe
         self.buffers = {n: t for n, t in state.fixed.items() if n.startswith("buffer/")}
         self.torn = False  # a commit failed half-way: this state may not be used any more
-        self.network_bytes = 0
+        self.network_bytes = 0  # of the last step, by all workers together
         self.align_schedule()
 
     def align_schedule(self) -> None:
-        """Bring the schedule to the state's lsn: it is a function of the number of steps, so nothing of it is stored."""
+        """Bring the schedule to the state's lsn: it is a function of the steps taken, so nothing of it is stored."""
         assert self.state.optimizer is not None
         for group in self.state.optimizer.param_groups:
             group.pop("initial_lr", None)
@@ -69,15 +69,20 @@ class TrainStep:
         assert fresh is not None
         for group, new in zip(self.state.optimizer.param_groups, fresh.param_groups, strict=True):
             group.update({key: value for key, value in new.items() if key != "params"})
-        self.scheduler = build_scheduler(
-            self.recipe.scheduler, self.recipe.scheduler_options, self.state.optimizer
-        )
+        self.scheduler = build_scheduler(self.recipe.scheduler, self.recipe.scheduler_options, self.state.optimizer)
         for _ in range(self.state.lsn):
             advance_scheduler(self.scheduler)
 
     def run(
-        self, batches: Sequence[Any], mine: Sequence[int], group: Group, group_epoch: int, *,
-        lags: Mapping[int, int], stop: bool, owned: Sequence[int],
+        self,
+        batches: Sequence[Any],
+        mine: Sequence[int],
+        group: Group,
+        group_epoch: int,
+        *,
+        lags: Mapping[int, int],
+        stop: bool,
+        owned: Sequence[int],
     ) -> tuple[StepResult, torch.Tensor]:
         """Take the next step and return what it leaves for the log, and the summed tail.
 
@@ -132,7 +137,7 @@ class TrainStep:
                 seed_all(step_seed(recipe.seed, lsn, micro_shard))
                 with self._autocast():
                     loss = task.loss(model, batch) / recipe.micro_shards
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 loss_sum += float(loss.detach())
                 self._collect_buffers(start, changes, micro_shard)
         finally:
@@ -190,13 +195,13 @@ class TrainStep:
     def _stage(
         self, reduced: Reduced, wire: torch.Tensor, changes: Mapping[str, torch.Tensor], group: Group, lsn: int
     ) -> Staged:
-        self.network_bytes += reduced.network_bytes
+        self.network_bytes = reduced.network_bytes
         loss = float(reduced.tail[self.tail.loss])
         if not (reduced.finite and loss - loss == 0):
             if self.recipe.on_nonfinite == "stop":
                 raise RunFailed(
                     f"step {lsn}: the {'loss' if reduced.finite else 'gradient'} is not finite (loss {loss})",
-                    hint='lower optimizer.lr or set optimizer.clip_norm; run.on_nonfinite = "skip" leaves such steps out',
+                    hint='lower optimizer.lr or set optimizer.clip_norm; run.on_nonfinite = "skip" leaves it out',
                 )
             return Staged(reduced, None, float("nan"), 1.0, {})
         buffers = self._exchange_buffers(reduced.tail, changes, group)
@@ -224,7 +229,7 @@ class TrainStep:
         self.network_bytes += 2 * (group.world_size - 1) * wire.numel() * 4
         self.at("after_exchange", self.state.lsn + 1)
         out = {}
-        for name, change in zip(names, wire.split(lengths), strict=True):
+        for name, change in zip(names, torch.split(wire, lengths), strict=True):
             old = self.buffers[name]
             if old.is_floating_point():
                 out[name] = old + change.view(old.shape).to(old.dtype)

@@ -77,7 +77,9 @@ def test_shards_are_balanced_runs_of_whole_tensors(sizes: list[int], shards: int
     assert [part.shard for part in ranges] == list(range(1, len(ranges) + 1))
     assert list(layout.shards) == [0, *(part.shard for part in ranges)]
     assert (ranges[0].first, ranges[-1].last) == (0, len(sizes))
-    assert all(one.last == other.first and one.stop == other.start for one, other in zip(ranges, ranges[1:]))
+    assert all(
+        one.last == other.first and one.stop == other.start for one, other in zip(ranges, ranges[1:], strict=False)
+    )
     for part in ranges:
         slots = layout.slots_of(part.shard)
         assert slots and (slots[0].start, slots[-1].stop) == (part.start, part.stop)

@@ -199,9 +199,7 @@ class Worker:
         tail = Tail(len(layout.slots), buffers, len(layout.shards))
         compressor = build_compressor(recipe.compressor, recipe.density)
         self.exchange = Exchange(layout, tail, compressor, recipe.residual, self.window, torch.device("cpu"))
-        self.step = TrainStep(
-            self.blueprint, self.state, self.exchange, tail, lambda point, lsn: self.at(point, lsn)
-        )
+        self.step = TrainStep(self.blueprint, self.state, self.exchange, tail, lambda point, lsn: self.at(point, lsn))
 
     def take(self, group: ThreadGroup) -> StepResult:
         """Take the next step with this member's share of the micro-shards."""

@@ -1,0 +1,99 @@
+"""What the parts of a fault handler share: one run, its actors, its log and its account."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.actors.checkpointers import Checkpointers
+from everstep.actors.crew import Crew
+from everstep.actors.healing import Healings
+from everstep.actors.spec import WorkerSpec, recipe_of, spread
+from everstep.core.errors import GroupBroken
+from everstep.platform.settings import JobSettings, from_dict
+from everstep.platform.tuner import Intervals
+from everstep.storage.chain import Chain
+from everstep.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What a run is started from.
+
+    Attributes:
+        settings: the job file as a dictionary, complete.
+        resume: None for a new run, else "resume" or "exact".
+        shards: parameter shards of this model.
+        exactness: what a replay of this optimizer promises.
+        intervals: when segments, bases and compressor snapshots are taken.
+        killable: the driver's process id, if its cluster is its own.
+    """
+
+    settings: Mapping[str, Any]
+    resume: str | None
+    shards: int
+    exactness: str
+    intervals: Intervals
+    killable: int | None
+
+
+@dataclass
+class RunContext:
+    """One run as its fault handler holds it; `chain` and `healings` are there once it has started."""
+
+    spec: RunSpec
+    settings: JobSettings
+    recipe: Recipe
+    crew: Crew
+    checkpointers: Checkpointers
+    exactness: str
+    group_epoch: int = 0
+    world_sizes: list[int] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    chain: Chain = field(init=False)
+    healings: Healings = field(init=False)
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> RunContext:
+        """Build what can be built before the log is opened."""
+        settings = from_dict(dict(spec.settings))
+        actors = settings.checkpoint.actors
+        shards = spread(spec.shards, actors) if actors else ()
+        every = spec.intervals.compressor_interval if actors else 0
+        worker = WorkerSpec(spec.settings, "", shards, every, spec.killable)
+        crew, checkpointers = Crew(settings, worker), Checkpointers(settings, shards, spec.intervals, spec.killable)
+        return cls(spec, settings, recipe_of(settings), crew, checkpointers, spec.exactness)
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.settings.run.name or ""
+
+    def open_log(self, chain: Chain) -> None:
+        """Take `chain` as the run's log."""
+        self.chain = chain
+        self.healings = Healings(chain)
+        self.exactness = chain.manifest.exactness
+
+    def renew_checkpointers(self) -> None:
+        """Take the log over as a new generation, with new checkpoint actors in the place of all."""
+        self.chain = Chain.take_over(self.chain.store, self.name, cut="each")
+        self.healings.chain = self.chain
+        self.checkpointers.replace(self.chain, self.group_epoch)
+        self.checkpointers.ask("status")  # they restore their shards first
+
+    def ensure_checkpointers(self) -> None:
+        """Replace the checkpoint actors if one of them is gone."""
+        try:
+            self.checkpointers.ask("status")
+        except GroupBroken:
+            self.renew_checkpointers()
+
+    def lsn(self) -> int:
+        """Return the highest step that any worker is known to have finished."""
+        return max((member.lsn for member in self.crew.members), default=0)
+
+    def tell(self, line: str) -> None:
+        """Keep one notable line for whoever follows."""
+        self.lines.append(line)

@@ -1,0 +1,176 @@
+"""How a controller's decisions are carried out on Ray: the verbs of `platform.controller.Mechanism`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from everstep.actors import adoption, closing, recovery
+from everstep.actors.context import RunContext
+from everstep.actors.environment import ray
+from everstep.core import clock
+from everstep.core.errors import EverstepError
+from everstep.platform.states import Facts, Regroup, ReplaceCheckpointers
+from everstep.storage.chain import Chain
+from everstep.storage.manifest import CompressorSnapshot
+from everstep.storage.store import open_store
+
+LOOK_S = 0.1
+
+
+class Mechanism:
+    """Starts, watches, heals and ends one run.
+
+    Args:
+        run: the run; its log is opened by `start`.
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self.run = run
+        host = "0.0.0.0" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+        self._rendezvous: Any = dist.TCPStore(host, 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self.address = (str(ray.util.get_node_ip_address()), int(self._rendezvous.port))
+        self.summary: dict[str, Any] | None = None
+        self.stop_asked = False
+        self._started = clock.monotonic()
+
+    def start(self) -> None:
+        """Begin or take over the log and set the workers running; or find a run that is alive, and go on with it."""
+        run, store = self.run, open_store(self.run.settings.run.store)
+        workers, checkpointers = adoption.find(run.name)
+        if workers:
+            run.open_log(Chain.open(store, run.name))
+            if adoption.adopt(run, workers, checkpointers):
+                self.regroup(Regroup("the fault handler was restarted", "fault_handler_lost"))
+                return
+        run.open_log(self._begin_log(store))
+        self._start_actors()
+
+    def observe(self) -> Facts:
+        """Look at everybody, waiting a moment for something to happen."""
+        crew = self.run.crew
+        crew.look(LOOK_S)
+        self.run.checkpointers.look()
+        self._account()
+        self._name_snapshots()
+        if self.stop_asked:
+            self.stop()
+        return Facts(crew.facts(), self.run.checkpointers.facts(), clock.monotonic() - crew.last_progress)
+
+    def stop(self) -> None:
+        """Ask the workers to stop after the same step."""
+        self.stop_asked = True
+        for member in self.run.crew.members:
+            member.actor.request_stop.remote()
+
+    def regroup(self, decision: Regroup) -> None:
+        """Form the group anew: survivors go on, spares take the places of the lost, all get the highest state."""
+        run, crew = self.run, self.run.crew
+        crew.end_epoch(run.group_epoch, decision.kill)
+        run.group_epoch += 1
+        run.ensure_checkpointers()
+        survivors = [m for m in crew.members if m.result is not None and m.result.outcome != "dead"]
+        whole = [m for m in survivors if m.result is not None and m.result.lsn >= 0]  # those with the run's state
+        finished = run.lsn()
+        healing = run.healings.begin(decision.kind, finished + 1, "survivor" if whole else "replica", run.exactness)
+        if whole:
+            recovery.complete_log(run, whole, max(m.lsn for m in whole))
+        for place, member in enumerate(crew.members):
+            if member not in survivors:
+                crew.members[place] = crew.replacement()
+        if not whole:
+            known = max(finished, healing.step - 1) if healing.injected else finished
+            recovery.load_state(run, healing, known, run.settings.checkpoint.on_total_loss)
+        self._form()
+
+    def replace_checkpointers(self, decision: ReplaceCheckpointers) -> None:
+        """Take the log over with new checkpoint actors; training goes on, workers resend what is not durable."""
+        run = self.run
+        run.healings.begin("checkpointer_lost", run.lsn() + 1, "store", run.exactness)
+        run.renew_checkpointers()
+        run.healings.formed()
+        for member in run.crew.members:
+            member.actor.connect_checkpointers.remote(run.checkpointers.actors)
+
+    def finish(self, *, stopped: bool) -> None:
+        """Make everything durable, close the log, make the summary."""
+        digest, durable = closing.close_log(self.run, stopped=stopped)
+        self._account(force=True)
+        self.summary = closing.summarise(self.run, digest, durable, clock.monotonic() - self._started)
+
+    def save_what_is_left(self) -> None:
+        """Best effort on the way out of a failed run: what the checkpoint actors hold goes into the store."""
+        try:
+            self.run.checkpointers.ask("flush", 10.0, timeout_s=20)
+        except (EverstepError, ray.exceptions.RayError):
+            return
+
+    def close(self) -> None:
+        """End all actors."""
+        self.run.crew.close()
+        self.run.checkpointers.close()
+
+    def _begin_log(self, store: Any) -> Chain:
+        run = self.run
+        if run.spec.resume is not None or run.name in Chain.runs(store):
+            return Chain.take_over(store, run.name, cut="common", settings=run.spec.settings)
+        shards = run.spec.shards + 1 if run.checkpointers else 0
+        return Chain.create(store, run.name, settings=run.spec.settings, shards=shards, exactness=run.spec.exactness)
+
+    def _start_actors(self) -> None:
+        run, crew = self.run, self.run.crew
+        members = [crew.make() for _ in range(run.settings.workers.size)]
+        run.checkpointers.start(run.chain, run.group_epoch)
+        crew.fill_spares()
+        for member in members:
+            crew.greet(member)
+        crew.members = members
+        resumed = run.chain.manifest.generation > 1
+        healing = run.healings.begin("cluster_lost", 0, "store", run.exactness) if resumed else None
+        finished = healing.step - 1 if healing and healing.injected else 0
+        recovery.load_state(run, healing, finished, run.spec.resume or "resume")
+        self._form()
+
+    def _form(self) -> None:
+        run = self.run
+        answers = run.crew.form(run.group_epoch, self.address, run.checkpointers.actors)
+        run.healings.formed()
+        lsn, size = answers[0].lsn, len(answers)
+        if any(answer.drifted for answer in answers):
+            run.tell(f"step {lsn}: a worker's state differed from world rank 0's and was replaced")
+        if not run.world_sizes or run.world_sizes[-1] != size:
+            run.world_sizes.append(size)
+        every = run.settings.eval.every
+        due = bool(every and lsn and lsn % every == 0 and f"eval-{lsn:012d}" not in run.chain.events())
+        run.crew.run(run.settings.run.steps, due)
+        run.crew.fill_spares()
+
+    def _account(self, *, force: bool = False) -> None:
+        """Close the account of faults once a step was finished after them."""
+        healings = self.run.healings
+        if not healings.open:
+            return
+        first, last = self.run.crew.latest.get("first_step"), self.run.crew.latest.get("last_step")
+        if force:
+            first, last = first or clock.wall(), last or clock.wall()
+        for healing in healings.stepped(first, last):
+            self.run.tell(
+                f"{healing.kind} at step {healing.step}: healed from the {healing.tier}, "
+                f"{healing.steps_lost} steps lost, next step after {healing.seconds_to_next_step:.2f} s"
+            )
+
+    def _name_snapshots(self) -> None:
+        """Name compressor snapshots in the manifest once all their slices are stored."""
+        run, found = self.run, dict[int, set[int]]()
+        for status in run.checkpointers.status:
+            for lsn, slices in status.get("slices", {}).items():
+                found.setdefault(int(lsn), set()).update(slices)
+        known = {snapshot.lsn for snapshot in run.chain.manifest.compressor}
+        size = run.settings.workers.size
+        fresh = [lsn for lsn, slices in sorted(found.items()) if len(slices) == size and lsn not in known]
+        if fresh:
+            generation = run.chain.manifest.generation
+            named = tuple(CompressorSnapshot(generation, lsn, size) for lsn in fresh)
+            run.chain.update(compressor=run.chain.manifest.compressor + named)

@@ -1,0 +1,104 @@
+"""Where the state comes from after a fault: survivors, then the replica, then the store. One order, kept here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from everstep.actors.context import RunContext
+from everstep.actors.crew import Member
+from everstep.actors.healing import Healing
+from everstep.core.errors import RunFailed
+from everstep.training.restore import best_snapshot
+
+
+def complete_log(run: RunContext, whole: list[Member], top: int) -> None:
+    """Have the log hold every finished step: only then may anybody read a replica.
+
+    Survivors resend what is missing, of any shard. What nobody holds any more is replaced by a base from a survivor.
+    """
+    if not run.checkpointers:
+        return
+    have = run.checkpointers.begin_epoch(run.group_epoch, top)
+    for member in sorted(whole, key=lambda m: -m.lsn):
+        if min(have.values()) >= top:
+            break
+        run.crew.ask(member, "connect_checkpointers", run.checkpointers.actors)
+        have = run.crew.ask(member, "resend", run.group_epoch, have)
+    if min(have.values()) < top:
+        rebase(run, next(member for member in whole if member.lsn == top))
+    run.checkpointers.ask("advance", top)
+    run.checkpointers.ask("flush", 10.0)  # a dead worker's undurable records are now in one place only
+
+
+def rebase(run: RunContext, source: Member) -> None:
+    """Start the log again from a worker's state, and say so: no finished step is lost, but some cannot be restored."""
+    lsn, tensors = run.crew.ask(source, "tensors")
+    run.checkpointers.ask("rebase", lsn, tensors)
+    run.chain.add_event(f"gap-{lsn:012d}", {"lsn": lsn, "reason": "the records' holders died together"})
+    run.tell(f"records before step {lsn} are lost with their holders; the log goes on from a base at {lsn}")
+
+
+def load_state(run: RunContext, healing: Healing | None, finished: int, how: str) -> None:
+    """Give world rank 0 the state to go on from, when no worker has it; the others get it when the group forms.
+
+    Args:
+        run: the run.
+        healing: the account of this fault; where it was healed from is written there. None: the run begins.
+        finished: the last step that is known to have been finished.
+        how: "exact" goes back to the last compressor snapshot if there is a residual; "resume" lets that start at zero.
+    """
+    if not run.checkpointers:
+        if run.world_sizes:
+            raise RunFailed(
+                "all workers are lost and there is no log (checkpoint.actors = 0)", hint="set checkpoint.actors = 1"
+            )
+        run.crew.ask(run.crew.members[0], "begin")
+        return
+    complete = min(run.checkpointers.begin_epoch(run.group_epoch, None).values())
+    run.checkpointers.ask("advance", complete)
+    run.checkpointers.ask("begin_epoch", run.group_epoch, complete)  # drops what other shards have beyond
+    start = complete
+    if run.recipe.keeps_residual and how == "exact":
+        start = _load_exact(run, complete)
+    else:
+        _send_state(run, None, None)
+        if run.recipe.keeps_residual and complete > 0:
+            run.exactness = "warm"
+            run.chain.update(exactness="warm")
+    if healing is not None:
+        healing.steps_lost, healing.steps_recomputed = max(finished - complete, 0), complete - start
+        healing.exactness = run.exactness
+        healing.tier = "store" if start < complete else healing.tier
+        run.tell(f"going on from step {start} ({run.exactness}); the log reaches step {complete}")
+
+
+def _load_exact(run: RunContext, complete: int) -> int:
+    """Load the state at the last compressor snapshot; recomputed records will be compared with the logged ones."""
+    snapshot = best_snapshot(run.chain, complete)
+    lsn = snapshot.lsn if snapshot else 0
+    run.checkpointers.ask("expect_recomputed", lsn)
+    if snapshot is None:  # at the start every residual is zero
+        _send_state(run, 0, None)
+        return 0
+    parts = run.checkpointers.ask_one(0, "residual", snapshot.generation, lsn, range(snapshot.slices))
+    members = run.crew.members
+    if run.recipe.residual == "replicated":
+        _send_state(run, lsn, np.concatenate([parts[number] for number in range(snapshot.slices)]))
+        return lsn
+    if snapshot.slices != len(members):
+        raise RunFailed(
+            f"the compressor snapshot at step {lsn} is of {snapshot.slices} workers, there are {len(members)}",
+            hint="resume with the world size of the snapshot, or without --exact (warm)",
+        )
+    for place, member in enumerate(members):
+        run.crew.ask(member, "load_residual", lsn, parts[place])
+    _send_state(run, lsn, None)
+    return lsn
+
+
+def _send_state(run: RunContext, lsn: int | None, residual: Any) -> None:
+    answers = run.checkpointers.ask("state", lsn)
+    tensors = [part for _, part in answers]
+    run.crew.ask(run.crew.members[0], "load", answers[0][0], tensors, residual)
