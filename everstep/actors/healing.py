@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -83,20 +84,21 @@ class Healings:
             if healing.seconds_to_group_formed is None:
                 healing.seconds_to_group_formed = clock.wall() - healing.began
 
-    def stepped(self, first: float | None, last: float | None) -> list[Healing]:
-        """Close what is open if a step was finished after it, store it, return it.
+    def close(self, step_after: Callable[[float], float | None]) -> list[Healing]:
+        """Close, store and return the accounts after which a step was finished.
 
         Args:
-            first: when the first step since the group was formed was finished, by the wall clock.
-            last: when the last step was finished; counts where training went on without a new group.
+            step_after: when the first step after a moment was finished, by the wall clock; None if none was.
         """
         closed = []
-        for item in self.open:
-            healing = item[0]
-            wall = last if healing.kind in WITHOUT_REGROUPING else first
-            if wall is not None and healing.seconds_to_group_formed is not None and wall >= healing.began:
+        for healing, firings in self.open:
+            if healing.seconds_to_group_formed is None:
+                continue
+            pause = 0.0 if healing.kind in WITHOUT_REGROUPING else healing.seconds_to_group_formed
+            wall = step_after(healing.began + pause)
+            if wall is not None:
                 healing.seconds_to_next_step = wall - healing.began
-                closed.append(item)
+                closed.append((healing, firings))
         for healing, firings in closed:
             number = len(self.stored)
             body = {**asdict(healing), "firings": firings}

@@ -11,7 +11,7 @@ from everstep.actors import adoption, closing, recovery
 from everstep.actors.context import RunContext
 from everstep.actors.environment import ray
 from everstep.core import clock
-from everstep.core.errors import EverstepError
+from everstep.core.errors import EverstepError, GroupBroken
 from everstep.platform.states import Facts, Regroup, ReplaceCheckpointers
 from everstep.storage.chain import Chain
 from everstep.storage.manifest import CompressorSnapshot
@@ -97,7 +97,7 @@ class Mechanism:
     def finish(self, *, stopped: bool) -> None:
         """Make everything durable, close the log, make the summary."""
         digest, durable = closing.close_log(self.run, stopped=stopped)
-        self._account(force=True)
+        self._account()
         self.summary = closing.summarise(self.run, digest, durable, clock.monotonic() - self._started)
 
     def save_what_is_left(self) -> None:
@@ -147,15 +147,14 @@ class Mechanism:
         run.crew.run(run.settings.run.steps, due)
         run.crew.fill_spares()
 
-    def _account(self, *, force: bool = False) -> None:
+    def _account(self) -> None:
         """Close the account of faults once a step was finished after them."""
-        healings = self.run.healings
-        if not healings.open:
+        crew, healings = self.run.crew, self.run.healings
+        try:
+            closed = healings.close(lambda wall: crew.ask(crew.members[0], "step_after", wall))
+        except GroupBroken:  # seen by the next look, and healed first
             return
-        first, last = self.run.crew.latest.get("first_step"), self.run.crew.latest.get("last_step")
-        if force:
-            first, last = first or clock.wall(), last or clock.wall()
-        for healing in healings.stepped(first, last):
+        for healing in closed:
             self.run.tell(
                 f"{healing.kind} at step {healing.step}: healed from the {healing.tier}, "
                 f"{healing.steps_lost} steps lost, next step after {healing.seconds_to_next_step:.2f} s"

@@ -5,6 +5,7 @@ One thread trains; the control group answers meanwhile, also while a collective 
 
 from __future__ import annotations
 
+import bisect
 import os
 import signal
 import statistics
@@ -68,14 +69,12 @@ class Formed:
 
 @dataclass
 class Times:
-    """What a worker measures of itself, in seconds; `first_step` and `formed` by the wall clock."""
+    """What a worker measures of itself, in seconds; `ends`: when each step was finished, by the wall clock."""
 
     steps: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
     cpu: float = 0.0
-    formed: float = 0.0
-    first_step: float | None = None  # finished since the group was formed
-    last_step: float | None = None
+    ends: list[float] = field(default_factory=list)
 
 
 @actor(max_restarts=0)
@@ -158,11 +157,15 @@ class TrainWorker:
             "entered": self.group.entered if self.group else 0,
             "loss": self.loss[1],
             "step_s": statistics.median(recent) if recent else None,
-            "formed": self.times.formed,
-            "first_step": self.times.first_step,
-            "last_step": self.times.last_step,
             "evaluated": self.evaluated,
         }
+
+    @control
+    def step_after(self, wall: float) -> float | None:
+        """Return when the first step was finished after `wall`, or None if none was yet."""
+        ends = self.times.ends
+        place = bisect.bisect_left(ends, wall)
+        return ends[place] if place < len(ends) else None
 
     @control
     def end_epoch(self, group_epoch: int) -> None:
@@ -300,7 +303,6 @@ class TrainWorker:
         self.checkpointers = list(checkpointers)
         self.sender.begin_epoch(formation.group_epoch, self._owned, self.checkpointers)
         self.loader.start(self.state.lsn + 1, self._mine)
-        self.times.formed, self.times.first_step = clock.wall(), None
         return Formed(self.state.lsn, received, drifted)
 
     def _leave(self) -> None:
@@ -338,8 +340,7 @@ class TrainWorker:
         self.loss = (loss if result.lsn == 1 else self.loss[0], loss)
         self.times.steps.append(clock.monotonic() - started)
         self.times.stalls.append(stalled)
-        self.times.last_step = clock.wall()
-        self.times.first_step = self.times.first_step or self.times.last_step
+        self.times.ends.append(clock.wall())
 
     def _snapshot(self, lsn: int) -> None:
         """Hand this worker's slice of the residual to a checkpoint actor, on the steps that keep one."""

@@ -58,7 +58,7 @@ class ShardState:
         logged = batch.column("digest")[0].as_py()
         if self.verify and logged is not None and logged != self.state.digest():
             raise StateMismatch(
-                f"shard {self.shard}: step {lsn} replays to {self.state.digest()[:12]}, the worker logged {logged[:12]}",
+                f"shard {self.shard}: step {lsn} replays to {self.state.digest()[:12]}, logged is {logged[:12]}",
                 hint="processors or torch versions differ between worker and replica; "
                 "run `everstep chain verify` on the machine that trained",
             )

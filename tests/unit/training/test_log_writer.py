@@ -1,0 +1,229 @@
+"""Writing a replica into the store: what is due, nothing twice, nothing lost while the store refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from everstep.core.errors import ChainError, Fenced, StoreFull
+from everstep.storage.chain import Chain
+from everstep.storage.memory import MemoryStore
+from everstep.storage.store import Buffer
+from everstep.training.blueprint import Blueprint
+from everstep.training.log_writer import LogWriter
+from everstep.training.replica import Replica
+from everstep.training.restore import read_residual, restore
+from everstep.training.shard_state import to_batches
+from tests.unit.training.worlds import Worker, packed, same, solo, toy_recipe, whole_digest
+
+
+class Refusing(MemoryStore):
+    """A store that is full for some names, as long as `full` says so."""
+
+    full: tuple[str, ...] = ()
+
+    def put(self, key: str, data: Buffer) -> None:
+        if any(part in key for part in self.full):
+            raise StoreFull("no space left")
+        super().put(key, data)
+
+
+class Logged:
+    """A live worker, its replica, and the writer between the replica and a store."""
+
+    def __init__(self, *, segment_steps: int = 3, base_interval: int = 4) -> None:
+        self.store = Refusing()
+        self.worker = Worker(Blueprint(toy_recipe(norm=True, shards=2)))
+        self.blueprint = Blueprint(self.worker.blueprint.recipe)
+        shards = self.blueprint.layout.shards
+        self.chain = Chain.create(self.store, "r", settings={}, shards=len(shards), exactness="bitwise")
+        states = {shard: self.blueprint.shard_state(shard) for shard in shards}
+        for shard, state in states.items():
+            self.chain.put_base(shard, 0, to_batches(state.state.tensors()))
+        self.replica = Replica(states, 1)
+        self.digests = {0: self.worker.state.digest()}
+        self.writer = LogWriter(
+            self.chain,
+            self.replica,
+            segment_steps=segment_steps,
+            base_interval=base_interval,
+            max_lag_s=1e9,
+            based=dict.fromkeys(states, 0),
+        )
+
+    def train(self, steps: int, *, complete: bool = True) -> None:
+        for _ in range(steps):
+            result = self.worker.take(solo())
+            records = list(packed(result, self.worker.blueprint.layout).items())
+            self.replica.put(1, result.lsn, records, result.lsn if complete else 0)
+            self.digests[result.lsn] = self.worker.state.digest()
+
+    def work(self, *, flush: bool = False) -> None:
+        for _ in range(20):
+            if not self.writer.work(flush=flush):
+                return
+        raise AssertionError("there is always more to write")
+
+    def ranges(self, shard: int = 1) -> list[tuple[int, int]]:
+        return [(key.first, key.last) for key in self.chain.listing().segments(shard)]
+
+    def bases(self, shard: int = 1) -> list[int]:
+        return [key.lsn for key in self.chain.listing().bases(shard)]
+
+    def durable(self) -> set[int]:
+        return set(self.replica.durable().values())
+
+    def check(self, target: int | None = None) -> int:
+        states, plan, damage = restore(Chain.open(self.store, "r"), self.blueprint, target=target)
+        assert not damage and whole_digest(list(states.values())) == self.digests[plan.target]
+        return plan.target
+
+
+@pytest.fixture
+def logged() -> Logged:
+    return Logged()
+
+
+def test_segments_are_written_when_they_are_full(logged: Logged) -> None:
+    logged.train(2)
+    assert not logged.writer.work(flush=False) and logged.ranges() == [] and logged.durable() == {0}
+    logged.train(1)
+    assert logged.writer.work(flush=False) and logged.ranges() == [(1, 3)] and logged.durable() == {3}
+    assert not logged.writer.work(flush=False)
+    assert logged.check() == 3
+
+
+def test_a_flush_writes_all_that_is_complete_and_no_more(logged: Logged) -> None:
+    logged.train(2)
+    logged.train(1, complete=False)
+    logged.work(flush=True)
+    assert logged.ranges() == [(1, 2)] and logged.durable() == {2} and logged.check() == 2
+    logged.replica.advance(3)
+    logged.work(flush=True)
+    assert logged.ranges() == [(1, 2), (3, 3)] and logged.check() == 3
+
+
+def test_bases_roll_one_shard_a_call(logged: Logged) -> None:
+    logged.train(4)
+    written = []
+    while logged.writer.work(flush=True):
+        written.append(sum(len(logged.bases(shard)) for shard in range(3)))
+    assert written == [4, 5, 6]
+    assert [logged.bases(shard) for shard in range(3)] == [[0, 4]] * 3
+    logged.train(3)
+    logged.work(flush=True)
+    assert logged.bases() == [0, 4]
+    for target in range(8):
+        assert logged.check(target) == target
+
+
+def test_a_base_is_taken_where_the_state_is_if_that_is_later(logged: Logged) -> None:
+    logged.train(6)
+    with logged.replica.merge_lock:
+        logged.replica.merge(1)
+    logged.work(flush=True)
+    assert [logged.bases(shard) for shard in range(3)] == [[0, 4], [0, 6], [0, 4]]
+    logged.train(1)
+    logged.work(flush=True)
+    assert logged.bases() == [0, 6] and all(logged.check(target) == target for target in range(8))
+
+
+# --- a store that refuses
+
+
+def test_a_store_that_refuses_loses_nothing(logged: Logged) -> None:
+    logged.train(3)
+    logged.store.full = ("/log/",)
+    for _ in range(3):
+        with pytest.raises(StoreFull):
+            logged.writer.work(flush=False)
+        assert logged.durable() == {0}
+        logged.train(1)
+    logged.store.full = ()
+    logged.work(flush=True)
+    assert logged.durable() == {6} and logged.check() == 6
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_store_that_refuses_one_shard_takes_it_at_the_next_call(logged: Logged, grows: bool) -> None:
+    logged.train(3)
+    logged.store.full = ("/log/s0002",)
+    with pytest.raises(StoreFull):
+        logged.writer.work(flush=False)
+    assert logged.durable() == {0} and logged.ranges(1) == [(1, 3)]
+    logged.store.full = ()
+    logged.train(int(grows))
+    logged.work(flush=True)
+    assert logged.durable() == {3 + grows} and logged.check() == 3 + grows
+
+
+def test_a_base_that_is_refused_comes_later(logged: Logged) -> None:
+    logged.train(4)
+    logged.store.full = ("/base/s0001",)
+    with pytest.raises(StoreFull):
+        logged.work(flush=True)
+    assert logged.durable() == {4}
+    logged.store.full = ()
+    logged.work(flush=True)
+    assert [logged.bases(shard)[-1] for shard in range(3)] == [4, 4, 4]
+
+
+def test_what_a_fenced_writer_wrote_does_not_become_durable(logged: Logged) -> None:
+    logged.train(3)
+    logged.work(flush=True)
+    Chain.take_over(logged.store, "r", cut="common")
+    logged.train(3)
+    with pytest.raises(Fenced):
+        logged.writer.work(flush=True)
+    assert logged.durable() == {3}
+    assert logged.check() == 3  # the log of the new generation does not show what came after
+
+
+def test_a_gap_is_recorded_and_bridged_by_bases(logged: Logged) -> None:
+    logged.train(3)
+    logged.work(flush=True)
+    logged.store.full = ("/log/", "/base/")
+    logged.train(3)
+    with pytest.raises(StoreFull):
+        logged.work(flush=True)
+    logged.writer.leave_gap()
+    assert set(logged.replica.released().values()) == {6} and logged.durable() == {3}
+    logged.train(1)
+    with pytest.raises(StoreFull):
+        logged.work(flush=True)
+    assert logged.durable() == {3}
+    logged.store.full = ()
+    logged.train(1)
+    logged.work(flush=True)
+    assert logged.durable() == {8} and logged.bases()[-1] == 8
+    gaps = {name: body for name, body in logged.chain.events().items() if name.startswith("gap-")}
+    assert [(body["first"], body["last"]) for body in gaps.values()] == [(4, 8)]
+    logged.train(3)
+    logged.work(flush=True)
+    assert logged.check() == 11
+    for target in (2, 3, 8, 9, 10):
+        assert logged.check(target) == target
+    for target in (4, 7):
+        with pytest.raises(ChainError):
+            restore(logged.chain, logged.blueprint, target=target)
+
+
+# --- compressor snapshots
+
+
+def test_slices_of_a_snapshot_are_written_one_by_one(logged: Logged) -> None:
+    parts: dict[int, Any] = {0: torch.randn(5), 1: torch.randn(3)}
+    for number, part in parts.items():
+        logged.writer.take_residual(4, number, pa.py_buffer(part.numpy().tobytes()))
+    logged.store.full = ("/comp/",)
+    with pytest.raises(StoreFull):
+        logged.writer.work(flush=False)
+    assert logged.writer.slices == {}
+    logged.store.full = ()
+    assert logged.writer.work(flush=False) and logged.writer.slices == {4: {0}}
+    logged.work()
+    assert logged.writer.slices == {4: {0, 1}}
+    assert same(read_residual(logged.chain, 1, 4, [0, 1]), parts)
