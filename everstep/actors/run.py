@@ -19,8 +19,8 @@ from everstep.storage.chain import Chain
 from everstep.storage.store import absolute, open_store, probe
 from everstep.tasks import build_dataset
 from everstep.training.blueprint import Blueprint
-from everstep.training.optimizer import build_scheduler
 
+SCHEDULE_STEPS = 10_000  # as far as a schedule is tried out before the run starts
 PATIENCE_S = 60.0  # how long the fault handler may be away before the driver gives up on it
 
 
@@ -106,7 +106,7 @@ def launch(settings: JobSettings, *, resume: str | None) -> Handle:
         build_dataset(blueprint.task, settings.eval.split)
     optimizer = blueprint.live_state().optimizer
     assert optimizer is not None
-    build_scheduler(blueprint.recipe.scheduler, blueprint.recipe.scheduler_options, optimizer)
+    blueprint.schedule(optimizer, min(settings.run.steps, SCHEDULE_STEPS))
     layout = blueprint.layout
     intervals = derive_intervals(settings, layout.size, len(layout.shards))
     own = session.connect(settings)

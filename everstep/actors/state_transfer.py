@@ -20,17 +20,17 @@ from everstep.training.state import tensor_bytes
 CHUNK = 32 << 20  # bytes sent at once
 
 
-def give_state(group: ProcessGroup, lsn: int, check: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Broadcast named tensors, and the lsn they belong to."""
+def give_state(group: ProcessGroup, facts: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Broadcast named tensors, and a few facts about them (`lsn` and others)."""
     blob = b"".join(bytes(tensor_bytes(tensor)) for tensor in tensors.values())
     names = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
-    head = {"lsn": lsn, "check": check, "names": names, "crc": google_crc32c.value(blob)}
+    head = {**facts, "names": names, "crc": google_crc32c.value(blob)}
     _broadcast_bytes(group, group.world_rank, json.dumps(head).encode())
     _broadcast_bytes(group, group.world_rank, blob)
 
 
-def take_state(group: ProcessGroup, source: int) -> tuple[int, int, dict[str, torch.Tensor]]:
-    """Receive what world rank `source` gives: lsn, check value and tensors.
+def take_state(group: ProcessGroup, source: int) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+    """Receive what world rank `source` gives: facts and tensors.
 
     Raises:
         StateMismatch: the bytes that arrived are not those that were sent.
@@ -46,7 +46,7 @@ def take_state(group: ProcessGroup, source: int) -> tuple[int, int, dict[str, to
         raw = torch.from_numpy(blob[at : at + count].copy())
         out[name] = raw.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
         at += count
-    return head["lsn"], head["check"], out
+    return head, out
 
 
 def _broadcast_bytes(group: ProcessGroup, source: int, data: bytes | None) -> np.ndarray:

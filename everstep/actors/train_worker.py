@@ -398,14 +398,15 @@ class TrainWorker:
             residual = self.train_step.exchange.residual
             if replicated and residual is not None:
                 tensors["residual"] = residual
-            give_state(group, top, self._checksum(), tensors)
+            skipped = self._last is not None and self._last.lsn == top and self._last.delta is None
+            give_state(group, {"lsn": top, "check": self._checksum(), "skipped": int(skipped)}, tensors)
         elif behind:
-            lsn, check, tensors = take_state(group, source)
+            facts, tensors = take_state(group, source)
             residual = tensors.pop("residual", None)
             if received:
-                self.state.load(tensors, lsn)
-                self.train_step.exchange.adopt(lsn, residual)
-                self._settle(check)
+                self.state.load(tensors, facts["lsn"])
+                self.train_step.exchange.adopt(facts["lsn"], residual, skipped=bool(facts["skipped"]))
+                self._settle(facts["check"])
         return received, received and table[group.world_rank][0] == top
 
     def _settle(self, check: int) -> None:

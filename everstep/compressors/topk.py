@@ -10,6 +10,8 @@ import torch
 
 from everstep.compressors.base import COMPRESSORS, Sparse
 
+ROUNDING = 1e-6  # 0.29 * 100 is 28.999999999999996
+
 
 @COMPRESSORS.register("topk")
 class TopK:
@@ -24,7 +26,7 @@ class TopK:
 
     def __call__(self, accumulated: torch.Tensor) -> Sparse:
         """Return the k largest elements of `accumulated` (fp32, (n,), finite)."""
-        k = max(1, int(accumulated.numel() * self.density))
+        k = max(1, int(accumulated.numel() * self.density + ROUNDING))
         magnitude = accumulated.abs()
         if accumulated.device.type == "cpu":  # a partial sort: half the time of torch.topk at a million elements
             array = magnitude.numpy()

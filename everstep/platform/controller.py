@@ -21,6 +21,7 @@ from everstep.platform.states import (
     Fail,
     Finish,
     Finishing,
+    Interrupted,
     Recovering,
     Regroup,
     ReplaceCheckpointers,
@@ -69,9 +70,8 @@ class Controller:
         while not isinstance(self.state, Ended):
             try:
                 self.state = self.step(self.state)
-            except Interruption as interruption:  # a verb did not come to its end: whatever was lost, regroup
-                facts = self.mechanism.observe()
-                self.state = self._after(self.policy.interrupted(interruption.message, facts, self.budget))
+            except Interruption as interruption:  # a verb did not come to its end
+                self.state = Interrupted(interruption.message)
             except EverstepError as error:
                 self.state = Ended(error)
         return self.state
@@ -83,6 +83,8 @@ class Controller:
             return Running()
         if isinstance(state, Running):
             return self._after(self.policy.decide(self.mechanism.observe(), self.budget))
+        if isinstance(state, Interrupted):
+            return self._after(self.policy.interrupted(state.reason, self.mechanism.observe(), self.budget))
         if isinstance(state, Recovering):
             if isinstance(state.decision, Regroup):
                 self.mechanism.regroup(state.decision)
@@ -99,6 +101,7 @@ class Controller:
             self.tell(decision.reason)
             return Recovering(decision)
         if isinstance(decision, Finish):
+            self.tell(decision.reason)
             return Finishing(decision.stopped)
         if isinstance(decision, Fail):
             self.tell(decision.reason)

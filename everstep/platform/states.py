@@ -114,6 +114,13 @@ class Recovering:
 
 
 @dataclass(frozen=True)
+class Interrupted:
+    """A recovery, or the end, was broken off because something else was lost meanwhile."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Finishing:
     """Everything is being made durable."""
 
@@ -128,9 +135,15 @@ class Ended:
     stopped: bool = False
 
 
-State = Starting | Running | Recovering | Finishing | Ended
+State = Starting | Running | Recovering | Interrupted | Finishing | Ended
 
-NAMES: dict[type, str] = {Starting: "starting", Running: "running", Recovering: "recovering", Finishing: "finishing"}
+NAMES: dict[type, str] = {
+    Starting: "starting",
+    Running: "running",
+    Recovering: "recovering",
+    Interrupted: "recovering",
+    Finishing: "finishing",
+}
 
 
 def name_of(state: State) -> str:

@@ -12,7 +12,7 @@ STATE_FLOATS = 3  # fp32 numbers of a full Adam-like checkpoint per parameter: t
 RECORD_BYTES = 800  # of a shard's record besides its values (measured: 720 to 820)
 SEGMENT_STEPS = 16
 BASE_STEPS = 100
-LARGEST_INTERVAL = 1000
+SHORTEST_INTERVAL = 10
 
 
 @dataclass(frozen=True)
@@ -55,4 +55,4 @@ def _compressor_interval(settings: JobSettings, parameters: int, shards: int, ba
     left = BYTES_SHARE * 4 * STATE_FLOATS * parameters - log
     if left <= 0:
         return base
-    return min(max(math.ceil(4 * parameters * copies / left), 10), LARGEST_INTERVAL)
+    return max(math.ceil(4 * parameters * copies / left), SHORTEST_INTERVAL)

@@ -43,7 +43,7 @@ class Chain:
         self.run = run
         self.manifest = manifest
         self._writer = new_id()
-        self._tails: dict[int, str] = {}  # by shard: checksum of the last segment this object wrote
+        self._tails: dict[int, dict[int, str]] = {}  # by shard: checksums of the segments written, by last lsn
 
     @staticmethod
     def runs(store: Store) -> list[str]:
@@ -165,7 +165,9 @@ class Chain:
             StoreError: the store failed, or another object has the name.
         """
         key = SegmentKey(self.manifest.generation, shard, first, last)
-        self._tails[shard] = self._put(key, batches, parent=self._tails.get(shard, ""))
+        tails = self._tails.get(shard, {})  # by lsn, so that a repeated put has the same parent and the same bytes
+        crc = self._put(key, batches, parent=tails.get(first - 1, ""))
+        self._tails[shard] = {end: tail for end, tail in tails.items() if end >= first - 1} | {last: crc}
         return key
 
     def put_base(self, shard: int, lsn: int, batches: Sequence[pa.RecordBatch]) -> BaseKey:

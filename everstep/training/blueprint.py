@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.core.errors import TaskError
 from everstep.tasks import Task, build_model, build_task
 from everstep.training.layout import Layout, Slot, layout_of
-from everstep.training.optimizer import build_optimizer, exactness
+from everstep.training.optimizer import advance_scheduler, build_optimizer, build_scheduler, exactness
 from everstep.training.recipe import Recipe
 from everstep.training.shard_state import ShardState
 from everstep.training.state import TrainState, named_fixed
@@ -54,6 +55,21 @@ class Blueprint:
         own = {slot.name: nn.Parameter(params[slot.name].detach().clone()) for slot in slots}
         return ShardState(shard, slots, TrainState(own, {}, self._optimizer(own)), verify=verify)
 
+    def schedule(self, optimizer: Optimizer, lsn: int) -> LRScheduler | None:
+        """Set an optimizer's hyper-parameters to those of the step after `lsn`; return the schedule, standing there.
+
+        A schedule is a function of the number of steps: it is taken through them, from the first hyper-parameters on.
+        """
+        first = self.live_state().optimizer
+        assert first is not None
+        for group, new in zip(optimizer.param_groups, first.param_groups, strict=True):
+            group.pop("initial_lr", None)
+            group.update({key: value for key, value in new.items() if key != "params"})
+        scheduler = build_scheduler(self.recipe.scheduler, self.recipe.scheduler_options, optimizer)
+        for _ in range(lsn):
+            advance_scheduler(scheduler)
+        return scheduler
+
     def _optimizer(self, params: Mapping[str, nn.Parameter]) -> Optimizer:
         groups = [
             {**group["options"], "params": [params[n] for n, _ in group["named"] if n in params]}
@@ -69,7 +85,7 @@ def _groups(task: Task, model: nn.Module) -> list[dict[str, Any]]:
     if maker is None:
         return [{"named": [(n, p) for n, p in model.named_parameters() if p.requires_grad], "options": {}}]
     out: list[dict[str, Any]] = []
-    for group in maker(model):
+    for group in [{**given, "params": list(given["params"])} for given in maker(model)]:
         strangers = [tuple(p.shape) for p in group["params"] if id(p) not in named]
         if strangers:
             raise TaskError(

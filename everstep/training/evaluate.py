@@ -25,24 +25,18 @@ def evaluate(
     sums: dict[str, float] = {}
     count = 0
     for number, batch in enumerate(DataLoader(dataset, batch_size=batch_size, collate_fn=collate)):
-        size = min(batch_size, len(dataset) - number * batch_size)  # type: ignore[arg-type]  # sized, checked when built
-        if number % group.world_size != group.world_rank:
+        mine = number % group.world_size == group.world_rank
+        if not mine and number:  # the first batch is everybody's, so that all know the names
             continue
+        size = min(batch_size, len(dataset) - number * batch_size) if mine else 0  # type: ignore[arg-type]  # sized
         seed_all(step_seed(seed, 0, number))
         values = {"loss": task.loss(model, batch)} | (measure(model, batch) if measure else {})
         for name, value in values.items():
             sums[name] = sums.get(name, 0.0) + float(value) * size
         count += size
-    return _reduced(sums, count, group, device)
-
-
-def _reduced(sums: dict[str, float], count: int, group: Group, device: torch.device) -> dict[str, float]:
-    """Add sums over the group. A worker without a batch knows no names, so the names come from world rank 0."""
     names = sorted(sums)
-    wire = torch.zeros(33, dtype=torch.float64, device=device)
-    wire[0] = count
-    for at, name in enumerate(names[:32], start=1):
-        wire[at] = sums[name]
+    wire = torch.tensor([count, *(sums[name] for name in names)], dtype=torch.float64, device=device)
     group.all_reduce(wire)
     total = max(float(wire[0]), 1.0)
-    return {name: float(wire[at]) / total for at, name in enumerate(names[:32], start=1)} | {"samples": float(wire[0])}
+    means = {name: float(value) / total for name, value in zip(names, wire[1:], strict=True)}
+    return means | {"samples": float(wire[0])}

@@ -122,18 +122,22 @@ class Exchange:
         """Hold a residual of our own, from a snapshot at `lsn`, until `adopt` is called with that step's state."""
         self._pending = (lsn, residual.to(self.device))
 
-    def adopt(self, lsn: int, residual: torch.Tensor | None) -> None:
+    def adopt(self, lsn: int, residual: torch.Tensor | None, *, skipped: bool = False) -> None:
         """Take the residual that belongs to a state received from elsewhere, at step `lsn`.
 
-        Replicated: the giver's. Survivor: our own staged one if the giver finished the step that we had contributed to,
-        else zero, since a residual of our own cannot be rebuilt.
+        Replicated: the giver's. Survivor: our own staged one if the giver finished the step that we had contributed to
+        (the one before, if that step was `skipped`), else zero, since a residual of our own cannot be rebuilt.
         """
         if self.residual is None:
+            return
+        if skipped and self._pending is not None and self._pending[0] == lsn:
+            self._pending = None
             return
         if residual is not None:
             self.residual.copy_(residual)
         elif self._pending is not None and self._pending[0] == lsn:
-            self.residual, self._spare = self._pending[1], self.residual
+            if self._pending[1] is not self.residual:
+                self.residual, self._spare = self._pending[1], self.residual
         else:
             self.residual.zero_()
         self._pending = None
@@ -147,7 +151,7 @@ class Exchange:
         if self.compressor is None or not finite:
             return Reduced(gradient, None, None, tail, finite, sent)
         chosen, residual = self._compress(self.compressor, gradient)
-        return Reduced(chosen.values, chosen.indices, residual, tail, finite, sent)
+        return Reduced(chosen.values, chosen.indices, residual, tail, _finite(chosen.values), sent)
 
     def _sparse(self, wire: torch.Tensor, group: Group, lsn: int) -> Reduced:
         assert self.compressor is not None
@@ -171,7 +175,11 @@ class Exchange:
             gradient[indices] += part[start : start + count]
             named[indices] = True
         indices = torch.nonzero(named).view(-1)
-        return Reduced(gradient[indices], indices, residual, tail, bool(tail[self.tail.broken] == 0), sent)
+        values = gradient[indices]
+        finite = bool(tail[self.tail.broken] == 0) and _finite(values)
+        if not finite and self.residual is not None:  # the step will be left out; our residual stays as it is
+            self._pending = (lsn, self.residual)
+        return Reduced(values, indices, residual, tail, finite, sent)
 
     def _compress(self, compressor: Compressor, gradient: torch.Tensor) -> tuple[Sparse, torch.Tensor | None]:
         if self.residual is None:

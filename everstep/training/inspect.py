@@ -111,6 +111,7 @@ def export(chain: Chain, recipe: Recipe, step: int | str | None, out: str) -> di
     model = blueprint.model.state_dict()
     save_file({name: tensor.clone().contiguous() for name, tensor in model.items()}, weights)
     assert live.optimizer is not None
+    blueprint.schedule(live.optimizer, plan.target)
     torch.save({"model": model, "optimizer": live.optimizer.state_dict(), "lsn": plan.target}, whole)
     return {
         "run": chain.run,

@@ -87,6 +87,13 @@ def exactness(name: str, options: Mapping[str, Any]) -> str:
     return "bitwise" if exact else "close"
 
 
+def spares_gradients(optimizer: Optimizer) -> bool:
+    """Whether an optimizer only reads gradients. Foreach forms may use them as scratch memory (SGD with Nesterov)."""
+    kind = type(optimizer)
+    known = kind.__name__ in EXACT and kind.__module__.startswith("torch.optim")
+    return known and not any(group.get("foreach") or group.get("fused") for group in optimizer.param_groups)
+
+
 def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return each group's hyper-parameters as used now, as plain JSON values."""
     return [
@@ -149,4 +156,10 @@ def advance_scheduler(scheduler: LRScheduler | None) -> None:
     if scheduler is not None:
         with warnings.catch_warnings():  # torch warns when no optimizer step came between; here that is intended
             warnings.simplefilter("ignore")
-            scheduler.step()
+            try:
+                scheduler.step()
+            except ValueError as error:
+                raise SettingsError(
+                    f"scheduler {type(scheduler).__name__} ends after {scheduler.last_epoch} steps: {error}",
+                    hint="make the schedule as long as run.steps",
+                ) from error

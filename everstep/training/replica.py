@@ -190,4 +190,5 @@ class Replica:
     def _drop_above(log: ShardLog, keep: int) -> None:
         log.unmerged = {lsn: batch for lsn, batch in log.unmerged.items() if lsn <= keep}
         log.unwritten = [item for item in log.unwritten if item[0] <= keep]
+        log.logged = {lsn: crc for lsn, crc in log.logged.items() if lsn <= keep}
         log.received = min(log.received, keep)

@@ -120,10 +120,21 @@ class TrainState:
     def _load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if self.optimizer is None:
             return
+        shapes = state_shapes(self.optimizer)
         self.optimizer.state.clear()
         for full, tensor in tensors.items():
             name, _, key = full.removeprefix("optimizer/").rpartition("/")
+            if name not in self.params or (shapes is not None and key not in shapes):
+                raise StateMismatch(
+                    f"{full}: {type(self.optimizer).__name__} keeps {sorted(shapes or ())} a parameter, not this",
+                    hint="use the optimizer that the run was started with",
+                )
             param = self.params[name]
+            if shapes is not None and shapes[key] and tensor.shape != param.shape:
+                raise StateMismatch(
+                    f"{full}: expected {tuple(param.shape)}, the stored state has {tuple(tensor.shape)}",
+                    hint="use the task and the task settings that the run was started with",
+                )
             slot = self.optimizer.state.setdefault(param, {})
             if key.endswith("#"):
                 slot[key[:-1]] = tensor.item()
@@ -138,6 +149,29 @@ class TrainState:
     def tensor_digests(self) -> dict[str, str]:
         """Return each tensor's own digest by canonical name."""
         return {name: tensor_digest(tensor) for name, tensor in self.tensors().items()}
+
+
+def state_shapes(optimizer: Optimizer) -> dict[str, bool] | None:
+    """Return what an optimizer keeps for each parameter: by key, whether it has the parameter's shape.
+
+    Seen by a step of the same optimizer on parameters of its own; None if it cannot be built or stepped that way.
+    """
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    trials = [nn.Parameter(torch.zeros(2, 3)) for _ in groups]
+    try:
+        twin = type(optimizer)([{**group, "params": [trial]} for group, trial in zip(groups, trials, strict=True)])  # type: ignore[call-arg]
+        for trial in trials:
+            trial.grad = torch.zeros_like(trial)
+        twin.step()
+        twin.step()
+    except Exception:  # best effort: a user's own optimizer may need more than its groups
+        return None
+    out: dict[str, bool] = {}
+    for slot in twin.state.values():
+        for key, value in slot.items():
+            tensor = isinstance(value, torch.Tensor)
+            out[key if tensor else f"{key}#"] = tensor and value.shape == (2, 3)
+    return out
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

@@ -17,13 +17,14 @@ import torch
 from everstep.core import clock
 from everstep.core.errors import RunFailed
 from everstep.training.blueprint import Blueprint
+from everstep.training.buffers import Buffers
 from everstep.training.delta import Delta, gradient_views, untouched, write_gradient
 from everstep.training.exchange import Exchange, Reduced, Tail, used_flags
 from everstep.training.group import Group
-from everstep.training.optimizer import advance_scheduler, build_scheduler, hyper_parameters
+from everstep.training.optimizer import advance_scheduler, hyper_parameters, spares_gradients
 from everstep.training.record import StepResult
 from everstep.training.seeding import seed_all, step_seed
-from everstep.training.state import TrainState, combine_digests, tensor_bytes, tensor_digest
+from everstep.training.state import TrainState, combine_digests, tensor_digest
 
 POINTS = ("before_exchange", "after_exchange", "before_commit", "after_commit", "after_send")
 
@@ -55,7 +56,7 @@ class TrainStep:
     ) -> None:
         self.blueprint, self.state, self.exchange, self.tail, self.at = blueprint, state, exchange, tail, at
         self.recipe = blueprint.recipe
-        self.buffers = {n: t for n, t in state.fixed.items() if n.startswith("buffer/")}
+        self.buffers = Buffers(blueprint.model, state.fixed, self.recipe.micro_shards)
         self.torn = False  # a commit failed half-way: this state may not be used any more
         self.network_bytes = 0  # of the last step, by all workers together
         self.align_schedule()
@@ -63,15 +64,7 @@ class TrainStep:
     def align_schedule(self) -> None:
         """Bring the schedule to the state's lsn: it is a function of the steps taken, so nothing of it is stored."""
         assert self.state.optimizer is not None
-        for group in self.state.optimizer.param_groups:
-            group.pop("initial_lr", None)
-        fresh = self.blueprint.live_state().optimizer
-        assert fresh is not None
-        for group, new in zip(self.state.optimizer.param_groups, fresh.param_groups, strict=True):
-            group.update({key: value for key, value in new.items() if key != "params"})
-        self.scheduler = build_scheduler(self.recipe.scheduler, self.recipe.scheduler_options, self.state.optimizer)
-        for _ in range(self.state.lsn):
-            advance_scheduler(self.scheduler)
+        self.scheduler = self.blueprint.schedule(self.state.optimizer, self.state.lsn)
 
     def run(
         self,
@@ -102,7 +95,7 @@ class TrainStep:
         started = clock.monotonic()
         lsn = self.state.lsn + 1
         wire = self.exchange.next_buffer()
-        changes = self._gradients(wire, batches, mine, lsn)
+        self._gradients(wire, batches, mine, lsn)
         tail = wire[self.exchange.layout.size :]
         for shard, lag in lags.items():
             tail[self.tail.lag.start + shard] = lag
@@ -110,7 +103,7 @@ class TrainStep:
         self.at("before_exchange", lsn)
         reduced = self.exchange.stage(wire, group, lsn)
         self.at("after_exchange", lsn)
-        staged = self._stage(reduced, wire, changes, group, lsn)
+        staged = self._stage(reduced, group, lsn)
         self.at("before_commit", lsn)
         hyper = self._commit(staged, wire)
         result = StepResult(
@@ -120,15 +113,12 @@ class TrainStep:
         self.at("after_commit", lsn)
         return result, reduced.tail
 
-    def _gradients(
-        self, wire: torch.Tensor, batches: Sequence[Any], mine: Sequence[int], lsn: int
-    ) -> dict[str, torch.Tensor]:
-        """Fill the wire with the summed gradient of my micro-shards; return how they changed the buffers."""
+    def _gradients(self, wire: torch.Tensor, batches: Sequence[Any], mine: Sequence[int], lsn: int) -> None:
+        """Fill the wire with the summed gradient of my micro-shards, and note how they changed the buffers."""
         model, task, recipe = self.blueprint.model, self.blueprint.task, self.recipe
         size = self.exchange.layout.size
         wire[size:].zero_()
-        start = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        changes: dict[str, torch.Tensor] = {}
+        self.buffers.begin()
         model.train()
         model.zero_grad(set_to_none=True)
         loss_sum = 0.0
@@ -139,15 +129,13 @@ class TrainStep:
                     loss = task.loss(model, batch) / recipe.micro_shards
                 loss.backward()  # type: ignore[no-untyped-call]
                 loss_sum += float(loss.detach())
-                self._collect_buffers(start, changes, micro_shard)
+                self.buffers.collect(micro_shard)
         finally:
-            self._put_back(start)
+            self.buffers.put_back()
         self._flatten(wire)
         tail = wire[size:]
         tail[self.tail.loss] = loss_sum
-        for at, name in enumerate(self.buffers):
-            tail[self.tail.changed.start + at] = float(name in changes)
-        return changes
+        tail[self.tail.changed] = torch.tensor(self.buffers.flags(), device=tail.device)
 
     def _autocast(self) -> Any:
         if self.recipe.autocast is None:
@@ -168,33 +156,7 @@ class TrainStep:
                 param.grad = None
 
     @torch.no_grad()
-    def _collect_buffers(
-        self, start: Mapping[str, torch.Tensor], changes: dict[str, torch.Tensor], micro_shard: int
-    ) -> None:
-        """Add what this micro-shard did to the buffers, and put the step's first value back.
-
-        Float buffers: the mean over micro-shards of (new - old). Others: the bytes of micro-shard 0, as floats.
-        """
-        for name, buffer in self.buffers.items():
-            if torch.equal(buffer, start[name]):
-                continue
-            if buffer.is_floating_point():
-                change = (buffer - start[name]).float().reshape(-1) / self.recipe.micro_shards
-            else:
-                change = torch.frombuffer(bytearray(tensor_bytes(buffer)), dtype=torch.uint8).float()
-                change = change.to(buffer.device) * (micro_shard == 0)
-            changes[name] = change if name not in changes else changes[name] + change
-            buffer.copy_(start[name])
-
-    @torch.no_grad()
-    def _put_back(self, start: Mapping[str, torch.Tensor]) -> None:
-        for name, buffer in self.buffers.items():
-            buffer.copy_(start[name])
-
-    @torch.no_grad()
-    def _stage(
-        self, reduced: Reduced, wire: torch.Tensor, changes: Mapping[str, torch.Tensor], group: Group, lsn: int
-    ) -> Staged:
+    def _stage(self, reduced: Reduced, group: Group, lsn: int) -> Staged:
         self.network_bytes = reduced.network_bytes
         loss = float(reduced.tail[self.tail.loss])
         if not (reduced.finite and loss - loss == 0):
@@ -204,7 +166,7 @@ class TrainStep:
                     hint='lower optimizer.lr or set optimizer.clip_norm; run.on_nonfinite = "skip" leaves it out',
                 )
             return Staged(reduced, None, float("nan"), 1.0, {})
-        buffers = self._exchange_buffers(reduced.tail, changes, group)
+        buffers = self._exchange_buffers(reduced.tail, group)
         norm = float(torch.linalg.vector_norm(reduced.values))
         clip = 1.0
         if self.recipe.clip_norm is not None and norm > self.recipe.clip_norm:
@@ -214,33 +176,15 @@ class TrainStep:
         unused = untouched(self.exchange.layout, used_flags(reduced.tail, self.tail), indices)
         return Staged(reduced, Delta(reduced.values.cpu().numpy(), indices, unused), norm, clip, buffers)
 
-    def _exchange_buffers(
-        self, tail: torch.Tensor, changes: Mapping[str, torch.Tensor], group: Group
-    ) -> dict[str, torch.Tensor]:
-        """Reduce the changed buffers, if any changed on any worker, and return their new values."""
-        flags = tail[self.tail.changed].cpu()
-        names = [name for name, flag in zip(self.buffers, flags, strict=True) if flag > 0]
-        if not names:
+    def _exchange_buffers(self, tail: torch.Tensor, group: Group) -> dict[str, torch.Tensor]:
+        """Reduce the buffers that changed on any worker, and return their new values."""
+        wire = self.buffers.wire(tail[self.tail.changed])
+        if wire is None:
             return {}
-        lengths = [self._length(self.buffers[name]) for name in names]
-        empty = [torch.zeros(length, device=self.exchange.device) for length in lengths]
-        wire = torch.cat([changes.get(name, zero) for name, zero in zip(names, empty, strict=True)])
         group.all_reduce(wire)
         self.network_bytes += 2 * (group.world_size - 1) * wire.numel() * 4
         self.at("after_exchange", self.state.lsn + 1)
-        out = {}
-        for name, change in zip(names, torch.split(wire, lengths), strict=True):
-            old = self.buffers[name]
-            if old.is_floating_point():
-                out[name] = old + change.view(old.shape).to(old.dtype)
-            else:
-                raw = change.to(torch.uint8).cpu().numpy().tobytes()
-                out[name] = torch.frombuffer(bytearray(raw), dtype=old.dtype).view(old.shape).to(old.device)
-        return out
-
-    @staticmethod
-    def _length(buffer: torch.Tensor) -> int:
-        return buffer.numel() * (1 if buffer.is_floating_point() else buffer.element_size())
+        return self.buffers.values(wire)
 
     def _commit(self, staged: Staged, wire: torch.Tensor) -> list[dict[str, Any]]:
         """Take the step; from here on it is finished."""
@@ -250,20 +194,15 @@ class TrainStep:
         if staged.delta is not None:
             flat = wire[: self.exchange.layout.size]
             write_gradient(flat, staged.reduced.values, staged.reduced.indices)
-            if staged.reduced.indices is None and self._writes_gradients():
+            if staged.reduced.indices is None and not spares_gradients(self.state.optimizer):
                 flat = flat.clone()  # the delta is still to be logged
             self.state.apply(gradient_views(flat, self.exchange.layout.slots, staged.delta.unused))
             self.state.set_fixed(staged.buffers)
             self.exchange.commit(staged.reduced)
         self.state.lsn += 1
-        advance_scheduler(self.scheduler)
         self.torn = False
+        advance_scheduler(self.scheduler)
         return hyper
-
-    def _writes_gradients(self) -> bool:
-        """Whether the optimizer's form may use gradients as scratch memory (foreach SGD with Nesterov does)."""
-        assert self.state.optimizer is not None
-        return any(group.get("foreach") or group.get("fused") for group in self.state.optimizer.param_groups)
 
     def _scalars(
         self, staged: Staged, group: Group, hyper: Sequence[Mapping[str, Any]], started: float

@@ -289,18 +289,18 @@ def test_a_schedule_moves_on_over_a_step_that_was_left_out() -> None:
 def test_buffers_are_the_mean_over_micro_shards_from_the_start_of_the_step() -> None:
     crew = workers(toy_recipe(norm=True), 2)
     for lsn in range(1, 4):
-        start = {n: t.clone() for n, t in crew[0].step.buffers.items()}
+        start = {n: t.clone() for n, t in crew[0].step.buffers.tensors.items()}
         model = crew[0].blueprint.model
         ends = []
         for micro_shard in range(MICRO_SHARDS):
             crew[0].state.set_fixed(start)
             model.train()
             model(*batch_of(lsn, micro_shard)[::2])
-            ends.append({n: t.clone() for n, t in crew[0].step.buffers.items()})
+            ends.append({n: t.clone() for n, t in crew[0].step.buffers.tensors.items()})
         crew[0].state.set_fixed(start)
         step_all(crew)
-        for name, value in crew[0].step.buffers.items():
-            assert same(value, crew[1].step.buffers[name])
+        for name, value in crew[0].step.buffers.tensors.items():
+            assert same(value, crew[1].step.buffers.tensors[name])
             if value.is_floating_point():
                 mean = torch.stack([end[name] for end in ends]).mean(0)
                 torch.testing.assert_close(value, mean, rtol=1e-5, atol=1e-6)
@@ -314,11 +314,11 @@ def test_buffers_do_not_depend_on_the_world_size() -> None:
     for lsn in range(1, 4):
         step_all(one)
         step_all(two)
-        counts = [int(worker.step.buffers[name]) for worker in (*one, *two)]
+        counts = [int(worker.step.buffers.tensors[name]) for worker in (*one, *two)]
         assert counts == [lsn] * 3
         if lsn == 1:  # later the parameters differ in their last bits
             for buffer in ("running_mean", "running_var"):
-                values = [crew[0].step.buffers[f"buffer/norm.{buffer}"] for crew in (one, two)]
+                values = [crew[0].step.buffers.tensors[f"buffer/norm.{buffer}"] for crew in (one, two)]
                 torch.testing.assert_close(values[0], values[1], rtol=1e-5, atol=1e-6)
 
 
