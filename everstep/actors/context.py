@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from everstep.platform.settings import JobSettings, from_dict
 from everstep.platform.tuner import Intervals
 from everstep.storage.chain import Chain
 from everstep.training.recipe import Recipe
+
+LOGGER = logging.getLogger("everstep")
 
 
 @dataclass(frozen=True)
@@ -95,5 +98,6 @@ class RunContext:
         return max((member.lsn for member in self.crew.members), default=0)
 
     def tell(self, line: str) -> None:
-        """Keep one notable line for whoever follows."""
+        """Keep one notable line for whoever follows, and for the log of this actor."""
+        LOGGER.info("run=%s group_epoch=%d lsn=%d %s", self.name, self.group_epoch, self.lsn(), line)
         self.lines.append(line)

@@ -40,6 +40,7 @@ class Member:
     result: RunResult | None = None
     lsn: int = 0
     entered: int = 0
+    beats: int = 0
     heard: float = 0.0  # when its control thread last answered
 
 
@@ -262,9 +263,10 @@ class Crew:
 
     def _heard(self, member: Member, status: Mapping[str, Any]) -> None:
         member.heard = clock.monotonic()
-        if status["lsn"] > member.lsn:
+        if status["lsn"] > member.lsn or status["beats"] > member.beats:
             self.last_progress = member.heard
-        member.lsn, member.entered = max(member.lsn, status["lsn"]), status["entered"]
+        member.lsn, member.beats = max(member.lsn, status["lsn"]), status["beats"]
+        member.entered = status["entered"]
         self.latest = dict(status)
 
     latest: Mapping[str, Any] = {}

@@ -12,12 +12,16 @@ import threading
 from typing import Any
 
 from everstep.actors.context import RunContext, RunSpec
-from everstep.actors.environment import actor, control
+from everstep.actors.environment import NAMESPACE, actor, control, ray
 from everstep.actors.mechanism import Mechanism
+from everstep.actors.spec import actor_name
+from everstep.core import clock
 from everstep.core.errors import RunFailed
 from everstep.platform.controller import Controller
 from everstep.platform.policies import FailurePolicy
 from everstep.platform.states import Ended, name_of
+
+LINGER_S = 600.0
 
 
 @actor(num_cpus=0, max_restarts=-1, max_task_retries=0)
@@ -74,8 +78,10 @@ class FaultHandler:
 
     @control
     def close(self) -> None:
-        """End all actors of the run."""
+        """End all actors of the run, this one last."""
         self.mechanism.close()
+        name = actor_name(self.run.name, "handler")
+        ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
 
     @control
     def die(self) -> None:
@@ -92,4 +98,7 @@ class FaultHandler:
         finally:
             if ended.error is not None:
                 self.mechanism.save_what_is_left()
+            self.mechanism.close()
             self.ended = ended
+            clock.sleep(LINGER_S)  # for whoever still wants the summary; it is in the store as well
+            self.close()

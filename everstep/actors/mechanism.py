@@ -99,6 +99,7 @@ class Mechanism:
         digest, durable = closing.close_log(self.run, stopped=stopped)
         self._account()
         self.summary = closing.summarise(self.run, digest, durable, clock.monotonic() - self._started)
+        self.run.chain.add_event(f"summary-{self.run.chain.manifest.version:06d}", self.summary)
 
     def save_what_is_left(self) -> None:
         """Best effort on the way out of a failed run: what the checkpoint actors hold goes into the store."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from everstep.actors import session
 from everstep.actors.context import RunSpec
-from everstep.actors.environment import ray, start
+from everstep.actors.environment import NAMESPACE, ray, start
 from everstep.actors.fault_handler import FaultHandler
 from everstep.actors.spec import actor_name, recipe_of
 from everstep.core import clock
@@ -21,6 +21,7 @@ from everstep.tasks import build_dataset
 from everstep.training.blueprint import Blueprint
 
 SCHEDULE_STEPS = 10_000  # as far as a schedule is tried out before the run starts
+ENDED = ("done", "failed", "stopped")
 PATIENCE_S = 60.0  # how long the fault handler may be away before the driver gives up on it
 
 
@@ -30,11 +31,14 @@ class Handle:
     Args:
         handler: the fault handler actor.
         own: whether the Ray cluster was started by this process.
+        steps: how many the run is to take.
     """
 
-    def __init__(self, handler: Any, own: bool) -> None:
+    def __init__(self, handler: Any, own: bool, steps: int) -> None:
         self._handler, self._own = handler, own
-        self._last: dict[str, Any] = {"state": "starting", "lsn": 0, "events": [], "message": ""}
+        self._last: dict[str, Any] = dict.fromkeys(("loss", "steps_per_s"))
+        self._last |= dict.fromkeys(("lsn", "world_size", "complete_lsn", "durable_lsn"), 0)
+        self._last |= {"state": "starting", "steps": steps, "events": [], "message": ""}
 
     def progress(self) -> dict[str, Any]:
         """Return where the run stands; while the fault handler restarts, where it stood last."""
@@ -56,10 +60,9 @@ class Handle:
 
     def close(self) -> None:
         """End the run's actors, if it has ended, and leave the cluster."""
-        if self._own or self._last["state"] in ("done", "failed", "stopped"):
+        if self._own or self._last["state"] in ENDED:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(self._handler.close.remote(), timeout=30)
-                ray.kill(self._handler, no_restart=True)
         session.disconnect(self._own)
 
     def _call(self, method: str, timeout_s: float) -> Any:
@@ -114,8 +117,17 @@ def launch(settings: JobSettings, *, resume: str | None) -> Handle:
         to_dict(settings), resume, len(layout.ranges), blueprint.exactness, intervals, os.getpid() if own else None
     )
     name = actor_name(settings.run.name or "", "handler")
+    _clear(name)
     handler = start(FaultHandler, spec, name=name, get_if_exists=True)
-    return Handle(handler, own)
+    return Handle(handler, own, settings.run.steps)
+
+
+def _clear(name: str) -> None:
+    """End the fault handler of a run that has ended and whose driver never came for the summary."""
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):
+        handler = ray.get_actor(name, namespace=NAMESPACE)
+        if ray.get(handler.progress.remote(), timeout=PATIENCE_S)["state"] in ENDED:
+            ray.get(handler.close.remote(), timeout=PATIENCE_S)
 
 
 def _with(settings: JobSettings, *, store: str) -> JobSettings:

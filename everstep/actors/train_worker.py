@@ -155,6 +155,7 @@ class TrainWorker:
             "group_epoch": formation.group_epoch if formation else -1,
             "lsn": self._lsn(),
             "entered": self.group.entered if self.group else 0,
+            "beats": self.train_step.beats,
             "loss": self.loss[1],
             "step_s": statistics.median(recent) if recent else None,
             "evaluated": self.evaluated,
@@ -361,11 +362,7 @@ class TrainWorker:
         settings = self.settings
         if self._validation is None:
             self._validation = build_dataset(self.blueprint.task, settings.eval.split)
-        values = evaluate(
-            self.blueprint.task, self.blueprint.model, self._validation, self.group,
-            batch_size=settings.batch.global_size // settings.batch.micro_shards, seed=settings.run.seed,
-            device=self.device,
-        )  # fmt: skip
+        values = evaluate(self.blueprint, self._validation, self.group, self.device, self.train_step.beat)
         self.evaluated = {"lsn": self.state.lsn, "split": settings.eval.split, **values}
         if self.group.world_rank == 0:
             self.chain.add_event(f"eval-{self.state.lsn:012d}", self.evaluated)

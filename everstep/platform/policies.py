@@ -119,7 +119,7 @@ class FailurePolicy:
         suspects = suspects_of(facts.workers)
         names = ", ".join(str(worker.world_rank) for worker in suspects) or "nobody in particular"
         reason = (
-            f"no step for {facts.still_s:.1f} s (workers.hang_timeout_s = {self.hang_timeout_s:g}); suspect {names}"
+            f"no progress for {facts.still_s:.1f} s (workers.hang_timeout_s = {self.hang_timeout_s:g}); suspect {names}"
         )
         return self._regroup(reason, "hang", facts, budget, tuple(worker.identity for worker in suspects))
 

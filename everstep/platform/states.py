@@ -46,7 +46,7 @@ class CheckpointerFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """One look at a run. `still_s`: seconds since any worker finished a step, or since the group was formed."""
+    """One look at a run. `still_s`: seconds since any worker showed progress, or the group was formed."""
 
     workers: tuple[WorkerFacts, ...]
     checkpointers: tuple[CheckpointerFacts, ...] = ()

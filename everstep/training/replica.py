@@ -28,6 +28,7 @@ class ShardLog:
         unmerged: records above the merged lsn, by lsn.
         released: the last lsn that nobody needs to keep for this log any more: durable, or given up.
         unwritten: records above the last cut, in order, with their time of arrival.
+        bytes: of `unmerged`.
         logged: checksums of records that a recomputation must match, by lsn.
     """
 
@@ -36,6 +37,7 @@ class ShardLog:
     released: int = -1
     unmerged: dict[int, pa.RecordBatch] = field(default_factory=dict)
     unwritten: list[tuple[int, pa.RecordBatch, float]] = field(default_factory=list)
+    bytes: int = 0
     logged: dict[int, int] = field(default_factory=dict)
 
 
@@ -84,8 +86,7 @@ class Replica:
 
     def held_bytes(self) -> int:
         """Return the bytes of records that are not merged."""
-        with self._lock:
-            return sum(batch.nbytes for log in self.logs.values() for batch in log.unmerged.values())
+        return sum(log.bytes for log in self.logs.values())
 
     def begin_epoch(self, group_epoch: int, keep: int | None = None) -> bool:
         """Refuse older epochs from now on, and drop provisional records above `keep`; False if we are past it."""
@@ -146,6 +147,7 @@ class Replica:
         while state.lsn < limit:
             with self._lock:
                 batch = log.unmerged.pop(state.lsn + 1)
+                log.bytes -= batch.nbytes
             try:
                 state.merge(batch)
             except StateMismatch as error:
@@ -174,6 +176,7 @@ class Replica:
             batch = unpack(shard, payload)
             assert lsn_of(batch) == lsn
             log.unmerged[lsn] = batch
+            log.bytes += batch.nbytes
             log.unwritten.append((lsn, batch, clock.monotonic()))
             log.received = lsn
 
@@ -189,6 +192,7 @@ class Replica:
     @staticmethod
     def _drop_above(log: ShardLog, keep: int) -> None:
         log.unmerged = {lsn: batch for lsn, batch in log.unmerged.items() if lsn <= keep}
+        log.bytes = sum(batch.nbytes for batch in log.unmerged.values())
         log.unwritten = [item for item in log.unwritten if item[0] <= keep]
         log.logged = {lsn: crc for lsn, crc in log.logged.items() if lsn <= keep}
         log.received = min(log.received, keep)

@@ -8,7 +8,7 @@ state keeps the bits of the step before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from everstep.core import clock
 from everstep.core.errors import RunFailed
 from everstep.training.blueprint import Blueprint
 from everstep.training.buffers import Buffers
+from everstep.training.data import to_device
 from everstep.training.delta import Delta, gradient_views, untouched, write_gradient
 from everstep.training.exchange import Exchange, Reduced, Tail, used_flags
 from everstep.training.group import Group
@@ -27,6 +28,11 @@ from everstep.training.seeding import seed_all, step_seed
 from everstep.training.state import TrainState, combine_digests, tensor_digest
 
 POINTS = ("before_exchange", "after_exchange", "before_commit", "after_commit", "after_send")
+
+
+def autocast(kind: str | None, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context to compute losses in: "bf16", or None for the model's own precision."""
+    return nullcontext() if kind is None else torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,14 @@ class TrainStep:
         self.blueprint, self.state, self.exchange, self.tail, self.at = blueprint, state, exchange, tail, at
         self.recipe = blueprint.recipe
         self.buffers = Buffers(blueprint.model, state.fixed, self.recipe.micro_shards)
+        self.beats = 0  # micro-shards computed, evaluation included: a sign of life where no step ends for long
         self.torn = False  # a commit failed half-way: this state may not be used any more
         self.network_bytes = 0  # of the last step, by all workers together
         self.align_schedule()
+
+    def beat(self) -> None:
+        """Count one more sign of life."""
+        self.beats += 1
 
     def align_schedule(self) -> None:
         """Bring the schedule to the state's lsn: it is a function of the steps taken, so nothing of it is stored."""
@@ -125,22 +136,18 @@ class TrainStep:
         try:
             for micro_shard, batch in zip(mine, batches, strict=True):
                 seed_all(step_seed(recipe.seed, lsn, micro_shard))
-                with self._autocast():
-                    loss = task.loss(model, batch) / recipe.micro_shards
+                with autocast(recipe.autocast, self.exchange.device):
+                    loss = task.loss(model, to_device(batch, self.exchange.device)) / recipe.micro_shards
                 loss.backward()  # type: ignore[no-untyped-call]
                 loss_sum += float(loss.detach())
                 self.buffers.collect(micro_shard)
+                self.beat()
         finally:
             self.buffers.put_back()
         self._flatten(wire)
         tail = wire[size:]
         tail[self.tail.loss] = loss_sum
         tail[self.tail.changed] = torch.tensor(self.buffers.flags(), device=tail.device)
-
-    def _autocast(self) -> Any:
-        if self.recipe.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.exchange.device.type, dtype=torch.bfloat16)
 
     @torch.no_grad()
     def _flatten(self, wire: torch.Tensor) -> None:

@@ -274,8 +274,8 @@ def test_the_store_comes_from_the_environment(store: str, launched: Launched, mo
 def test_chain_commands_print_what_they_are_told(store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = types.ModuleType("everstep.training.inspect")
     module.describe = lambda chain: {"run": chain.run, "rounds": [{"lsn": 5, "bytes_all": 1000}]}  # type: ignore[attr-defined]
-    module.verify = lambda chain: {"digest": "ab" * 32}  # type: ignore[attr-defined]
-    module.export = lambda chain, step, out: {"step": step, "out": str(out)}  # type: ignore[attr-defined]
+    module.verify = lambda chain, recipe: {"digest": "ab" * 32}  # type: ignore[attr-defined]
+    module.export = lambda chain, recipe, step, out: {"step": step, "out": str(out)}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "everstep.training.inspect", module)
     monkeypatch.setattr("everstep.training.inspect", module, raising=False)
     assert last_json(everstep_command("chain", "verify", "mine", "--store", store, "--json"))["digest"] == "ab" * 32

@@ -83,7 +83,7 @@ TABLE: dict[str, tuple[Facts, type, str]] = {
     "one still runs": (facts(worker(0, "finished"), worker(1)), Wait, ""),
     "one still stops": (facts(worker(0, "stopped"), worker(1)), Wait, ""),
     "slow": (facts(*RUNS, still_s=10.0), Wait, ""),
-    "hang": (facts(*RUNS, still_s=10.1), Regroup, "no step for 10.1 s (workers.hang_timeout_s = 10)"),
+    "hang": (facts(*RUNS, still_s=10.1), Regroup, "no progress for 10.1 s (workers.hang_timeout_s = 10)"),
     "store slow": (facts(*RUNS, checkpointers=(CheckpointerFacts(0, store_error_s=60.0),)), Wait, ""),
     "store lost": (
         facts(*RUNS, checkpointers=(CheckpointerFacts(0, store_error_s=61.0, store_error="disk full"),)),

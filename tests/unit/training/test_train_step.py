@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -437,10 +439,10 @@ class Measured(Toy):
 @pytest.mark.parametrize(("samples", "size"), [(10, 1), (10, 2), (7, 2), (3, 2)])
 def test_evaluation_is_the_mean_over_samples_the_same_on_every_worker(samples: int, size: int) -> None:
     def job(group: ThreadGroup) -> dict[str, float]:
-        return evaluate(
-            Measured(), nn.Identity(), Ten(samples), group, batch_size=3, seed=0, device=torch.device("cpu")
-        )
+        blueprint = SimpleNamespace(task=Measured(), model=nn.Identity(), recipe=toy_recipe_of_three)
+        return evaluate(blueprint, Ten(samples), group, torch.device("cpu"), lambda: None)  # type: ignore[arg-type]
 
+    toy_recipe_of_three = replace(toy_recipe(), global_size=6, micro_shards=2)
     ids = np.arange(samples)
     for values in together(size, job):
         assert values == pytest.approx(
