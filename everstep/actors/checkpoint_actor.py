@@ -48,6 +48,22 @@ class CheckpointActor:
         torch.set_num_threads(1)
         self.spec = spec
         self.settings = from_dict(dict(spec.settings))
+        self.refused: tuple[float, str] | None = None  # since when the store refuses, and what it says
+        self.fatal: EverstepError | None = None
+        self._opened = False
+        self._flush, self._idle = threading.Event(), threading.Event()
+        try:
+            self._open()
+        except EverstepError as error:  # told to whoever asks for anything; an actor that dies could not say why
+            self.fatal = error
+            return
+        self._opened = True
+        self._cpu_start = clock.process_cpu()
+        threading.Thread(target=self._write_for_ever, name="writer", daemon=True).start()
+
+    def _open(self) -> None:
+        """Open the log and restore the owned shards."""
+        spec = self.spec
         self.blueprint = Blueprint(recipe_of(self.settings))
         store = open_store(self.settings.run.store)
         self.chain = Chain.attach(store, self.settings.run.name or "", spec.generation)
@@ -56,20 +72,19 @@ class CheckpointActor:
             store.trace = self.injector.trace
         states, based = self._restored()
         self.replica = Replica(states, spec.group_epoch)
-        intervals = spec.intervals
         self.writer = LogWriter(
             self.chain,
             self.replica,
-            segment_steps=intervals.segment_steps,
-            base_interval=intervals.base_interval,
-            max_lag_s=intervals.max_lag_s,
+            segment_steps=spec.intervals.segment_steps,
+            base_interval=spec.intervals.base_interval,
+            max_lag_s=spec.intervals.max_lag_s,
             based=based,
         )
-        self.refused: tuple[float, str] | None = None  # since when the store refuses, and what it says
-        self.fatal: EverstepError | None = None
-        self._cpu_start = clock.process_cpu()
-        self._flush, self._idle = threading.Event(), threading.Event()
-        threading.Thread(target=self._write_for_ever, name="writer", daemon=True).start()
+
+    def ready(self) -> None:
+        """Return once the owned shards are restored. Raises what kept them from it."""
+        if self.fatal is not None:
+            raise self.fatal
 
     def put(self, group_epoch: int, lsn: int, records: Sequence[tuple[int, pa.Buffer]], complete: int) -> Ack:
         """Take one worker's records of a step."""
@@ -93,6 +108,8 @@ class CheckpointActor:
     @control
     def status(self) -> dict[str, Any]:
         """Return where this actor stands."""
+        if not self._opened:
+            return {"index": self.spec.index, "generation": self.spec.generation, "fatal": self.fatal}
         since, said = self.refused or (None, "")
         return {
             "index": self.spec.index,

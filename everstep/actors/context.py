@@ -84,12 +84,12 @@ class RunContext:
         self.chain = Chain.take_over(self.chain.store, self.name, cut="each")
         self.healings.chain = self.chain
         self.checkpointers.replace(self.chain, self.group_epoch)
-        self.checkpointers.ask("status")  # they restore their shards first
+        self.checkpointers.ask("ready")
 
     def ensure_checkpointers(self) -> None:
         """Replace the checkpoint actors if one of them is gone."""
         try:
-            self.checkpointers.ask("status")
+            self.checkpointers.ask("ready")
         except GroupBroken:
             self.renew_checkpointers()
 

@@ -100,6 +100,8 @@ class Crew:
         """
         try:
             status = ray.get(member.actor.status.remote(), timeout=READY_S)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
         except ray.exceptions.RayActorError as error:
             raise RunFailed(f"a worker could not be built: {error}", hint="see the cause above") from error
         except ray.exceptions.GetTimeoutError as error:

@@ -56,6 +56,7 @@ def load_state(run: RunContext, healing: Healing | None, finished: int, how: str
             )
         run.crew.ask(run.crew.members[0], "begin")
         return
+    run.checkpointers.ask("ready")
     complete = min(run.checkpointers.begin_epoch(run.group_epoch, None).values())
     run.checkpointers.ask("advance", complete)
     run.checkpointers.ask("begin_epoch", run.group_epoch, complete)  # drops what other shards have beyond

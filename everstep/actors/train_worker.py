@@ -11,6 +11,7 @@ import signal
 import statistics
 import threading
 import traceback
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,8 @@ from everstep.training.record import StepResult
 from everstep.training.state import combine_digests, tensor_bytes
 from everstep.training.train_step import TrainStep
 
+KEPT = 10_000  # steps whose times are kept
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -71,10 +74,10 @@ class Formed:
 class Times:
     """What a worker measures of itself, in seconds; `ends`: when each step was finished, by the wall clock."""
 
-    steps: list[float] = field(default_factory=list)
-    stalls: list[float] = field(default_factory=list)
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    ends: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     cpu: float = 0.0
-    ends: list[float] = field(default_factory=list)
 
 
 @actor(max_restarts=0)
@@ -89,35 +92,40 @@ class TrainWorker:
         torch.set_num_threads(1)
         self.spec = spec
         self.settings = from_dict(dict(spec.settings))
-        self.blueprint = Blueprint(recipe_of(self.settings))
         self.device = torch.device("cuda" if self.settings.workers.gpus else "cpu")
-        self.blueprint.model.to(self.device)
-        self.state = self.blueprint.live_state()
-        self.loader = self._make_loader()
-        self._validation: Any = None
-        assert self.settings.run.name is not None
-        self.chain = Chain.open(open_store(self.settings.run.store), self.settings.run.name)
-        self.injector = Injector(self.settings.faults, self.chain, self._strike)
-        self.sender = Sender(
-            self.blueprint.layout, spec.shards, self.settings.checkpoint.window,
-            self.settings.checkpoint.queue_bytes, self.injector.at,
-        )  # fmt: skip
-        self.train_step = self._make_step()
         self.group: ProcessGroup | None = None
         self.formation: Formation | None = None
         self.checkpointers: list[Any] = []
         self.times = Times()
         self.loss: tuple[float, float] = (float("nan"), float("nan"))  # of the first and the last step
         self.evaluated: dict[str, Any] = {}
+        self._validation: Any = None
         self._rendezvous: tuple[tuple[str, int], Any] | None = None
         self._over = threading.Event()
         self._ended_epoch = -1
         self._stopping = False
         self._owned: tuple[int, ...] = ()
         self._mine: range = range(0)
-        self._check = int(combine_digests(self.state.tensor_digests())[:15], 16)
         self._last: StepResult | None = None
         self._whole = False  # whether the state is the run's; a fresh worker's is only a place to put it
+        self._unbuilt: EverstepError | None = None
+        try:
+            self._build()
+        except EverstepError as error:  # told to whoever asks; an actor that dies could not say why
+            self._unbuilt = error
+
+    def _build(self) -> None:
+        """Build everything a step needs: a spare then only has to be told which place to take."""
+        check, run = self.settings.checkpoint, self.settings.run
+        self.blueprint = Blueprint(recipe_of(self.settings))
+        self.blueprint.model.to(self.device)
+        self.state = self.blueprint.live_state()
+        self.loader = self._make_loader()
+        self.chain = Chain.open(open_store(run.store), run.name or "")
+        self.injector = Injector(self.settings.faults, self.chain, self._strike)
+        self.sender = Sender(self.blueprint.layout, self.spec.shards, check.window, check.queue_bytes, self.injector.at)
+        self.train_step = self._make_step()
+        self._check = int(combine_digests(self.state.tensor_digests())[:15], 16)
 
     def _make_loader(self) -> BatchLoader:
         dataset = build_dataset(self.blueprint.task, "train")
@@ -145,8 +153,10 @@ class TrainWorker:
     @control
     def status(self) -> dict[str, Any]:
         """Return where this worker stands."""
+        if self._unbuilt is not None:
+            raise self._unbuilt
         formation = self.formation
-        recent = self.times.steps[-20:]
+        recent = list(self.times.steps)[-20:]
         return {
             "identity": self.spec.identity,
             "pid": os.getpid(),
@@ -164,7 +174,7 @@ class TrainWorker:
     @control
     def step_after(self, wall: float) -> float | None:
         """Return when the first step was finished after `wall`, or None if none was yet."""
-        ends = self.times.ends
+        ends = list(self.times.ends)
         place = bisect.bisect_left(ends, wall)
         return ends[place] if place < len(ends) else None
 

@@ -238,11 +238,12 @@ def test_a_mistake_in_their_own_loss(mended: str, mistake: Path, tmp_path: Path)
         mistake.unlink()
 
     assert said.code == BROKEN
-    theirs, ours = said.err.find("ZeroDivisionError: a mistake in my own loss"), said.err.find("was raised in worker")
+    theirs, ours = said.err.rfind("ZeroDivisionError: a mistake in my own loss"), said.err.find("was raised in worker")
     assert 0 < said.err.find("Traceback") < said.err.find("own_tasks.py") < theirs < ours
     assert "2 times" in said.err[ours:]
     assert "everstep resume" in said.err[ours:]
     assert said.json["error"]["class"] == "UserCodeFailed"
+    assert said.json["error"]["message"].startswith("Traceback")
     assert run(settings, "resume").digest == mended
 
 

@@ -24,9 +24,7 @@ ALONE: list[tuple[str, dict[str, Any], set[str]]] = [
 
 
 @pytest.mark.parametrize(("config", "fault", "tiers"), ALONE, ids=[fault["kind"] for _, fault, _ in ALONE])
-def test_one_fault(
-    config: str, fault: dict[str, Any], tiers: set[str], references: References, tmp_path: Path
-) -> None:
+def test_one_fault(config: str, fault: dict[str, Any], tiers: set[str], references: References, tmp_path: Path) -> None:
     hang = {"hang_timeout_s": 3.0} if fault["kind"] == "stop_worker" else {}
     done = run(job(tmp_path, "alone", config, [fault], workers=hang))
 
