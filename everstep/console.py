@@ -160,7 +160,8 @@ def follow(handle: Followed, run: str, steps: int, again: str, as_json: bool) ->
 
 def summary(facts: Mapping[str, Any]) -> None:
     """Print what a run came to: its numbers, then its faults."""
-    table({key: value for key, value in facts.items() if key != "faults"}, f"run {facts.get('run', '')}")
+    shown = {key: value for key, value in facts.items() if key != "faults"} | _derived(facts)
+    table(shown, f"run {facts.get('run', '')}")
     faults = facts.get("faults") or []
     if not faults:
         return
@@ -170,6 +171,7 @@ def summary(facts: Mapping[str, Any]) -> None:
         "step": "step",
         "tier": "rebuilt from",
         "steps_lost": "steps lost",
+        "seconds_to_group_formed": "s to group formed",
         "seconds_to_next_step": "s to next step",
         "exactness": "exactness",
     }
@@ -178,6 +180,19 @@ def summary(facts: Mapping[str, Any]) -> None:
     for fault in faults:
         grid.add_row(*(escape(_text(key, fault.get(key))) for key in columns))
     _stdout().print(grid)
+
+
+def _derived(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the two ratios that people ask for: bytes against a full checkpoint, processor time against training."""
+    out = {}
+    logged = facts.get("bytes_logged", 0) + facts.get("bytes_compressor_state", 0)
+    if logged and facts.get("steps"):
+        a_step = logged / facts["steps"]
+        share = facts["bytes_full_checkpoint"] / a_step
+        out["log of one step"] = f"{a_step:,.0f} bytes, snapshots included: 1/{share:.1f} of a full checkpoint"
+    if facts.get("train_cpu_seconds"):
+        out["log cpu / train cpu"] = f"{facts['log_cpu_seconds'] / facts['train_cpu_seconds']:.3f}"
+    return out
 
 
 def table(facts: Mapping[str, Any], title: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from everstep.training.restore import restore
 from everstep.training.shard_state import ShardState
 from everstep.training.state import combine_digests
 
+FAULT_KEYS = ("kind", "step", "tier", "steps_lost", "seconds_to_next_step", "exactness")
+
 
 def describe(chain: Chain) -> dict[str, Any]:
     """Return what a run's log holds: structure, sizes, and which steps can be restored."""
     listing, manifest = chain.listing(), chain.manifest
     events = chain.events()
-    evaluations = [body for name, body in sorted(events.items()) if name.startswith("eval-")]
+    evaluations = _bodies(events, "eval-")
     best = min(evaluations, key=lambda body: float(body["loss"]), default=None)
     out: dict[str, Any] = {
         "run": chain.run,
@@ -37,7 +40,8 @@ def describe(chain: Chain) -> dict[str, Any]:
         "bytes_bases": listing.bytes_of(BaseKey),
         "bytes_compressor_state": listing.bytes_of(CompressorKey),
         "compressor_snapshots": [snapshot.lsn for snapshot in manifest.compressor],
-        "faults": [body for name, body in sorted(events.items()) if name.startswith("healing-")],
+        "faults": [{key: body[key] for key in FAULT_KEYS} for body in _bodies(events, "healing-")],
+        "gaps": _bodies(events, "gap-"),
         "best": best,
         "strays": list(listing.strays),
     }
@@ -124,12 +128,16 @@ def export(chain: Chain, recipe: Recipe, step: int | str | None, out: str) -> di
     }
 
 
+def _bodies(events: Mapping[str, Any], prefix: str) -> list[Any]:
+    return [body for name, body in sorted(events.items()) if name.startswith(prefix)]
+
+
 def _digest(states: dict[int, ShardState]) -> str:
     return combine_digests({n: d for state in states.values() for n, d in state.state.tensor_digests().items()})
 
 
 def _best(chain: Chain) -> int:
-    evaluations = [body for name, body in chain.events().items() if name.startswith("eval-")]
+    evaluations = _bodies(chain.events(), "eval-")
     if not evaluations:
         raise StepNotKept(f"run {chain.run} has no evaluation, so there is no best step", hint="give --step a number")
     return int(min(evaluations, key=lambda body: float(body["loss"]))["lsn"])

@@ -93,10 +93,14 @@ class Done:
 def job(
     store: Path | str, name: str, config: str | Mapping[str, Any], faults: Sequence[Fault] = (), **changes: Any
 ) -> JobSettings:
-    """Return settings of a small job; `changes` are keys by section, merged over the configuration."""
+    """Return settings of a small job; `changes` are keys by section, merged over the configuration.
+
+    A spare costs a process of its own and another when it is used, so only jobs that lose several workers have one.
+    """
+    lost = sum(fault["kind"] in ("kill_worker", "kill_workers", "stop_worker") for fault in faults)
     data: dict[str, Any] = {
         "run": {"name": name, "store": f"file:{store}", "steps": STEPS, "seed": 1, "digest_every": 10},
-        "workers": {"min": 2, "max": 2, "spares": 1 if faults else 0, "hang_timeout_s": 30.0},
+        "workers": {"min": 2, "max": 2, "spares": int(lost > 1), "hang_timeout_s": 30.0},
         "checkpoint": {"segment_steps": 8, "base_interval": 25, "compressor_interval": 15, "max_lag_s": 1.0},
         "faults": [dict(fault) for fault in faults],
     }

@@ -21,7 +21,7 @@ def test_a_step_aborted_anywhere_leaves_no_trace(config: str, references: Refere
         {"kind": "raise_in_worker", "step": 4 * number, "at": point, "rank": rank}
         for number, (point, rank) in enumerate(places, start=1)
     ]
-    done = run(job(tmp_path, "aborts", config, faults, workers={"spares": 0}))
+    done = run(job(tmp_path, "aborts", config, faults))
 
     assert done.digest == references.digest(config)
     assert done.summary["exactness"] == "bitwise"

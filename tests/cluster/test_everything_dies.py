@@ -14,7 +14,7 @@ LAST = 41  # the step under way when everything dies
 
 def killed_at(config: str, folder: Path) -> None:
     """Train in a process of its own until the fault kills it and all that it started."""
-    name = write_job(folder / "job.toml", job(folder / "runs", "dead", config, workers={"spares": 0}))
+    name = write_job(folder / "job.toml", job(folder / "runs", "dead", config))
     words = ("train", name, "--fault", f"kill_everything@{LAST}:at=after_exchange", "--json")
     with Command(*words, cwd=folder) as train:
         assert train.answer().code == -9

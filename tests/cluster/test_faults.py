@@ -25,8 +25,8 @@ ALONE: list[tuple[str, dict[str, Any], set[str]]] = [
 
 @pytest.mark.parametrize(("config", "fault", "tiers"), ALONE, ids=[fault["kind"] for _, fault, _ in ALONE])
 def test_one_fault(config: str, fault: dict[str, Any], tiers: set[str], references: References, tmp_path: Path) -> None:
-    hang = {"hang_timeout_s": 3.0} if fault["kind"] == "stop_worker" else {}
-    done = run(job(tmp_path, "alone", config, [fault], workers=hang))
+    special = {"kill_worker": {"spares": 1}, "stop_worker": {"hang_timeout_s": 3.0}}
+    done = run(job(tmp_path, "alone", config, [fault], workers=special.get(fault["kind"], {})))
 
     assert done.digest == references.digest(config)
     assert done.summary["exactness"] == "bitwise"
