@@ -186,12 +186,13 @@ def _derived(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the two ratios that people ask for: bytes against a full checkpoint, processor time against training."""
     out = {}
     logged = facts.get("bytes_logged", 0) + facts.get("bytes_compressor_state", 0)
-    if logged and facts.get("steps"):
-        a_step = logged / facts["steps"]
-        share = facts["bytes_full_checkpoint"] / a_step
-        out["log of one step"] = f"{a_step:,.0f} bytes, snapshots included: 1/{share:.1f} of a full checkpoint"
-    if facts.get("train_cpu_seconds"):
-        out["log cpu / train cpu"] = f"{facts['log_cpu_seconds'] / facts['train_cpu_seconds']:.3f}"
+    steps, full = facts.get("steps"), facts.get("bytes_full_checkpoint")
+    if logged and steps and full:
+        share = full * steps / logged
+        out["log of one step"] = f"{logged / steps:,.0f} bytes, snapshots included: 1/{share:.1f} of a full checkpoint"
+    log_cpu, train_cpu = facts.get("log_cpu_seconds"), facts.get("train_cpu_seconds")
+    if log_cpu is not None and train_cpu:
+        out["log cpu / train cpu"] = f"{log_cpu / train_cpu:.3f}"
     return out
 
 
