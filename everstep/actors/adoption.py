@@ -8,8 +8,7 @@ from typing import Any
 from everstep.actors.context import RunContext
 from everstep.actors.crew import Member
 from everstep.actors.environment import NAMESPACE, ray
-from everstep.actors.spec import actor_name
-from everstep.actors.train_worker import RunResult
+from everstep.actors.spec import RunResult, actor_name
 from everstep.core import clock
 
 ANSWER_S = 5.0

@@ -12,8 +12,8 @@ import psutil
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.actors.environment import ray, start
-from everstep.actors.spec import Formation, WorkerSpec, actor_name
-from everstep.actors.train_worker import Formed, RunResult, TrainWorker
+from everstep.actors.spec import Formation, Formed, RunResult, WorkerSpec, actor_name
+from everstep.actors.train_worker import TrainWorker
 from everstep.core import clock
 from everstep.core.errors import EverstepError, GroupBroken, RunFailed
 from everstep.core.ids import new_id

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.core.errors import EverstepError
 from everstep.platform.settings import JobSettings
 from everstep.platform.tuner import Intervals
 from everstep.training.recipe import Recipe
@@ -111,6 +112,30 @@ class Ack:
     durable: Mapping[int, int]
     released: Mapping[int, int]
     refused: bool = False
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a worker's run ended; see `platform.states.WorkerFacts`."""
+
+    outcome: str
+    lsn: int
+    message: str = ""
+    error: EverstepError | None = None
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A worker stands in a new group, at step `lsn`.
+
+    Attributes:
+        received: the state came from a peer.
+        drifted: it had to, although both had taken the same step.
+    """
+
+    lsn: int
+    received: bool
+    drifted: bool
 
 
 def spread(shards: int, actors: int) -> tuple[tuple[int, ...], ...]:

@@ -15,6 +15,7 @@ import torch
 
 from everstep.actors.process_group import ProcessGroup
 from everstep.core.errors import StateMismatch
+from everstep.training.delta import Delta
 from everstep.training.state import tensor_bytes
 
 CHUNK = 32 << 20  # bytes sent at once
@@ -47,6 +48,14 @@ def take_state(group: ProcessGroup, source: int) -> tuple[dict[str, int], dict[s
         out[name] = raw.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
         at += count
     return head, out
+
+
+def delta_crc(delta: Delta | None, lsn: int) -> int:
+    """Return a number that two workers share if they took the same step `lsn`."""
+    if delta is None:
+        return lsn
+    crc = google_crc32c.value(delta.values.tobytes())
+    return int(crc if delta.indices is None else google_crc32c.extend(crc, delta.indices.tobytes()))
 
 
 def _broadcast_bytes(group: ProcessGroup, source: int, data: bytes | None) -> np.ndarray:

@@ -5,18 +5,13 @@ One thread trains; the control group answers meanwhile, also while a collective 
 
 from __future__ import annotations
 
-import bisect
 import os
 import signal
-import statistics
 import threading
 import traceback
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import google_crc32c
 import pyarrow as pa
 import torch
 
@@ -25,8 +20,9 @@ from everstep.actors.injector import Injector, kill_tree
 from everstep.actors.moving import from_arrays, to_arrays
 from everstep.actors.process_group import ProcessGroup, connect
 from everstep.actors.sender import Sender
-from everstep.actors.spec import Formation, WorkerSpec, actor_name, recipe_of
-from everstep.actors.state_transfer import give_state, take_state
+from everstep.actors.spec import Formation, Formed, RunResult, WorkerSpec, actor_name, recipe_of
+from everstep.actors.state_transfer import delta_crc, give_state, take_state
+from everstep.actors.times import Times
 from everstep.compressors import build_compressor
 from everstep.core import clock
 from everstep.core.errors import EverstepError, Interruption, RunFailed
@@ -36,48 +32,11 @@ from everstep.storage.store import open_store
 from everstep.tasks import build_dataset
 from everstep.training.blueprint import Blueprint
 from everstep.training.data import BatchLoader
-from everstep.training.delta import Delta
 from everstep.training.evaluate import evaluate
 from everstep.training.exchange import Exchange, Tail
 from everstep.training.record import StepResult
 from everstep.training.state import combine_digests, tensor_bytes
 from everstep.training.train_step import TrainStep
-
-KEPT = 10_000  # steps whose times are kept
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How a worker's run ended; see `platform.states.WorkerFacts`."""
-
-    outcome: str
-    lsn: int
-    message: str = ""
-    error: EverstepError | None = None
-
-
-@dataclass(frozen=True)
-class Formed:
-    """A worker stands in a new group, at step `lsn`.
-
-    Attributes:
-        received: the state came from a peer.
-        drifted: it had to, although both had taken the same step.
-    """
-
-    lsn: int
-    received: bool
-    drifted: bool
-
-
-@dataclass
-class Times:
-    """What a worker measures of itself, in seconds; `ends`: when each step was finished, by the wall clock."""
-
-    steps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    ends: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    cpu: float = 0.0
 
 
 @actor(max_restarts=0)
@@ -156,7 +115,6 @@ class TrainWorker:
         if self._unbuilt is not None:
             raise self._unbuilt
         formation = self.formation
-        recent = list(self.times.steps)[-20:]
         return {
             "identity": self.spec.identity,
             "pid": os.getpid(),
@@ -167,16 +125,14 @@ class TrainWorker:
             "entered": self.group.entered if self.group else 0,
             "beats": self.train_step.beats,
             "loss": self.loss[1],
-            "step_s": statistics.median(recent) if recent else None,
+            "step_s": self.times.recent(),
             "evaluated": self.evaluated,
         }
 
     @control
     def step_after(self, wall: float) -> float | None:
         """Return when the first step was finished after `wall`, or None if none was yet."""
-        ends = list(self.times.ends)
-        place = bisect.bisect_left(ends, wall)
-        return ends[place] if place < len(ends) else None
+        return self.times.step_after(wall)
 
     @control
     def end_epoch(self, group_epoch: int) -> None:
@@ -236,6 +192,8 @@ class TrainWorker:
             return RunResult("broken", self._lsn(), f"group epoch {formation.group_epoch} has ended")
         self.formation = formation
         self._over.clear()
+        if formation.group_epoch <= self._ended_epoch:  # ended between the question and the clearing
+            self._over.set()
         try:
             return self._join(formation, checkpointers)
         except Interruption as interruption:
@@ -253,8 +211,6 @@ class TrainWorker:
             return RunResult("broken", self._lsn(), interruption.message)
         except EverstepError as error:
             return RunResult("failed", self._lsn(), error.message, error)
-        except torch.OutOfMemoryError as error:
-            return RunResult("error", self._lsn(), traceback.format_exc() or str(error))
         except Exception:  # the user's own code; the fault handler decides whether to try again
             return RunResult("error", self._lsn(), traceback.format_exc())
         finally:
@@ -280,12 +236,8 @@ class TrainWorker:
 
     def measures(self) -> dict[str, Any]:
         """Return what this worker measured of itself."""
-        steps, stalls = self.times.steps, self.times.stalls
-        return {
-            "step_seconds_median": statistics.median(steps) if steps else None,
-            "stall_fraction": sum(stalls) / sum(steps) if steps else 0.0,
+        return self.times.measures() | {
             "sender_cpu": self.sender.cpu,
-            "train_cpu": self.times.cpu,
             "network_bytes_per_step": self.train_step.network_bytes,
             "loss_first": self.loss[0],
             "loss_last": self.loss[1],
@@ -349,9 +301,7 @@ class TrainWorker:
     def _count(self, result: StepResult, started: float, stalled: float) -> None:
         loss = float(result.scalars["loss"])
         self.loss = (loss if result.lsn == 1 else self.loss[0], loss)
-        self.times.steps.append(clock.monotonic() - started)
-        self.times.stalls.append(stalled)
-        self.times.ends.append(clock.wall())
+        self.times.add(clock.monotonic() - started, stalled, clock.wall())
 
     def _snapshot(self, lsn: int) -> None:
         """Hand this worker's slice of the residual to a checkpoint actor, on the steps that keep one."""
@@ -425,7 +375,7 @@ class TrainWorker:
     def _checksum(self) -> int:
         """Return a number that two workers share if they took the same last step."""
         if self._last is not None and self._last.lsn == self.state.lsn:
-            self._check = _crc(self._last.delta, self._last.lsn)
+            self._check = delta_crc(self._last.delta, self._last.lsn)
         return self._check
 
     def _strike(self, kind: str, target: int) -> None:
@@ -445,10 +395,3 @@ class TrainWorker:
 
     def _handler(self) -> Any:
         return ray.get_actor(actor_name(self.settings.run.name or "", "handler"), namespace=NAMESPACE)
-
-
-def _crc(delta: Delta | None, lsn: int) -> int:
-    if delta is None:
-        return lsn
-    crc = google_crc32c.value(delta.values.tobytes())
-    return int(crc if delta.indices is None else google_crc32c.extend(crc, delta.indices.tobytes()))
