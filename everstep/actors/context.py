@@ -93,6 +93,11 @@ class RunContext:
         except GroupBroken:
             self.renew_checkpointers()
 
+    def become_warm(self) -> None:
+        """Some state was restarted: say so from now on, also in the log."""
+        self.exactness = "warm"
+        self.chain.update(exactness="warm")
+
     def lsn(self) -> int:
         """Return the highest step that any worker is known to have finished."""
         return max((member.lsn for member in self.crew.members), default=0)

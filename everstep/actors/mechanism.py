@@ -77,9 +77,12 @@ class Mechanism:
         healing = run.healings.begin(decision.kind, finished + 1, "survivor" if whole else "replica", run.exactness)
         if whole:
             recovery.complete_log(run, whole, max(m.lsn for m in whole))
-        for place, member in enumerate(crew.members):
-            if member not in survivors:
-                crew.members[place] = crew.replacement()
+        lost = [place for place, member in enumerate(crew.members) if member not in survivors]
+        for place in lost:
+            crew.members[place] = crew.replacement()
+        if whole and lost and run.recipe.keeps_residual and run.recipe.residual == "survivor":
+            run.become_warm()  # a residual of one's own dies with its worker
+            healing.exactness = run.exactness
         if not whole:
             known = max(finished, healing.step - 1) if healing.injected else finished
             recovery.load_state(run, healing, known, run.settings.checkpoint.on_total_loss)

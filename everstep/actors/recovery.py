@@ -66,8 +66,7 @@ def load_state(run: RunContext, healing: Healing | None, finished: int, how: str
     else:
         _send_state(run, None, None)
         if run.recipe.keeps_residual and complete > 0:
-            run.exactness = "warm"
-            run.chain.update(exactness="warm")
+            run.become_warm()
     if healing is not None:
         healing.steps_lost, healing.steps_recomputed = max(finished - complete, 0), complete - start
         healing.exactness = run.exactness
