@@ -82,7 +82,7 @@ def summarise(run: RunContext, digest: str, durable: int, wall_seconds: float) -
     """Return the summary that `--json` prints; sizes in bytes, times in seconds."""
     listing, last = run.chain.listing(), run.lsn()
     workers = [run.crew.ask(member, "measures") for member in run.crew.members]
-    statuses = run.checkpointers.ask("status")
+    statuses = run.checkpointers.status = run.checkpointers.ask("status")
     evaluations = [body for name, body in sorted(run.chain.events().items()) if name.startswith("eval-")]
     return {
         "run": run.name,

@@ -43,15 +43,18 @@ class FaultHandler:
         )
         self.controller = Controller(self.mechanism, policy, self.run.tell)
         self.ended: Ended | None = None
+        self._ending: dict[str, Any] = {}  # the progress at the end, when the actors are gone
         threading.Thread(target=self._live, name="controller", daemon=True).start()
 
     @control
     def progress(self) -> dict[str, Any]:
-        """Return where the run stands."""
+        """Return where the run stands, or where it ended."""
+        if self.ended is not None:
+            return self._ending | {"state": name_of(self.ended)}
         run, latest = self.run, self.run.crew.latest
         step_s = latest.get("step_s")
         return {
-            "state": name_of(self.ended or self.controller.state),
+            "state": name_of(self.controller.state),
             "lsn": run.lsn(),
             "steps": run.settings.run.steps,
             "loss": latest.get("loss"),
@@ -98,7 +101,8 @@ class FaultHandler:
         finally:
             if ended.error is not None:
                 self.mechanism.save_what_is_left()
-            self.mechanism.close()
+            self._ending = self.progress()
             self.ended = ended
+            self.mechanism.close()
             clock.sleep(LINGER_S)  # for whoever still wants the summary; it is in the store as well
             self.close()

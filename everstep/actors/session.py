@@ -49,11 +49,13 @@ class _Without:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._left_out = False
 
     def write(self, text: str) -> int:
-        if "(raylet)" in text and ("A worker died or was killed" in text or "actor died" in text):
-            return len(text)
-        return self._stream.write(text)
+        left_out = "(raylet)" in text and ("A worker died or was killed" in text or "actor died" in text)
+        newline = self._left_out and text == "\n"  # the end of a line that was left out comes by itself
+        self._left_out = left_out
+        return len(text) if left_out or newline else self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
