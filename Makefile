@@ -29,7 +29,7 @@ demo: setup
 test: unit cluster
 
 unit: setup
-	$(BIN)/pytest tests/unit $(PYTEST_ARGS)
+	$(BIN)/pytest tests/unit -n 2 $(PYTEST_ARGS)
 
 cluster: setup
 	$(BIN)/pytest tests/cluster $(PYTEST_ARGS)

@@ -15,7 +15,7 @@ from everstep.storage.keys import BaseKey, SegmentKey
 from everstep.storage.manifest import CompressorSnapshot
 from everstep.storage.memory import MemoryStore
 from everstep.training.blueprint import Blueprint
-from everstep.training.inspect import describe, export, verify
+from everstep.training.inspect import FAULT_KEYS, describe, export, verify
 from everstep.training.recipe import Recipe
 from everstep.training.record import unpack
 from everstep.training.restore import best_snapshot, read_residual, restore
@@ -251,12 +251,14 @@ def test_verify_finds_another_end_and_damage(stored: Stored) -> None:
 def test_describe_says_what_can_be_restored(stored: Stored) -> None:
     stored.chain.add_event("eval-000000000003", {"lsn": 3, "loss": 0.5})
     stored.chain.add_event("eval-000000000006", {"lsn": 6, "loss": 0.25})
-    stored.chain.add_event("healing-1", {"kind": "worker_lost"})
+    stored.chain.add_event("healing-1", dict.fromkeys(FAULT_KEYS, 0) | {"kind": "worker_lost", "began": 1.0})
     stored.store.put("r/notes.txt", b"mine")
     found = describe(stored.chain)
     assert (found["segments"], found["bases"], found["shards"]) == (9, list(BASES), 3)
     assert (found["last_restorable"], found["highest_seen"], found["damage"]) == (STEPS, STEPS, None)
-    assert found["best"] == {"lsn": 6, "loss": 0.25} and found["faults"] == [{"kind": "worker_lost"}]
+    assert found["best"] == {"lsn": 6, "loss": 0.25} and found["faults"] == [
+        dict.fromkeys(FAULT_KEYS, 0) | {"kind": "worker_lost"}
+    ]
     assert found["strays"] == ["notes.txt"] and found["bytes_logged"] > 0 and found["bytes_bases"] > 0
     gone = next(key for key in stored.chain.listing().segments(1) if key.first == 7)
     stored.store.delete(f"r/{gone.path}")
