@@ -132,7 +132,7 @@ class CheckpointActor:
             self._idle.clear()
             self._flush.set()
             self._idle.wait(timeout=RETRY_S)
-            if min(self.replica.durable().values()) >= self.replica.complete:
+            if not self.writer.waiting():
                 break
         return self._ack()
 

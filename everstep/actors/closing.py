@@ -80,9 +80,11 @@ def _compare_replica(run: RunContext, last: int, digest: str) -> None:
 
 def summarise(run: RunContext, digest: str, durable: int, wall_seconds: float) -> dict[str, Any]:
     """Return the summary that `--json` prints; sizes in bytes, times in seconds."""
-    listing, last = run.chain.listing(), run.lsn()
+    last = run.lsn()
     workers = [run.crew.ask(member, "measures") for member in run.crew.members]
     statuses = run.checkpointers.status = run.checkpointers.ask("status")
+    run.name_snapshots()
+    listing = run.chain.listing()
     evaluations = [body for name, body in sorted(run.chain.events().items()) if name.startswith("eval-")]
     return {
         "run": run.name,

@@ -15,6 +15,7 @@ from everstep.core.errors import GroupBroken
 from everstep.platform.settings import JobSettings, from_dict
 from everstep.platform.tuner import Intervals
 from everstep.storage.chain import Chain
+from everstep.storage.manifest import CompressorSnapshot
 from everstep.training.recipe import Recipe
 
 LOGGER = logging.getLogger("everstep")
@@ -97,6 +98,20 @@ class RunContext:
         """Some state was restarted: say so from now on, also in the log."""
         self.exactness = "warm"
         self.chain.update(exactness="warm")
+
+    def name_snapshots(self) -> None:
+        """Name compressor snapshots in the manifest once all their slices are stored."""
+        found: dict[int, set[int]] = {}
+        for status in self.checkpointers.status:
+            for lsn, slices in status.get("slices", {}).items():
+                found.setdefault(int(lsn), set()).update(slices)
+        known = {snapshot.lsn for snapshot in self.chain.manifest.compressor}
+        size = self.settings.workers.size
+        fresh = [lsn for lsn, slices in sorted(found.items()) if len(slices) == size and lsn not in known]
+        if fresh:
+            generation = self.chain.manifest.generation
+            named = tuple(CompressorSnapshot(generation, lsn, size) for lsn in fresh)
+            self.chain.update(compressor=self.chain.manifest.compressor + named)
 
     def lsn(self) -> int:
         """Return the highest step that any worker is known to have finished."""

@@ -54,7 +54,7 @@ class FaultHandler:
         run, latest = self.run, self.run.crew.latest
         step_s = latest.get("step_s")
         return {
-            "state": name_of(self.controller.state),
+            "state": "finishing" if isinstance(self.controller.state, Ended) else name_of(self.controller.state),
             "lsn": run.lsn(),
             "steps": run.settings.run.steps,
             "loss": latest.get("loss"),

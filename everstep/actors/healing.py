@@ -9,7 +9,7 @@ from typing import Any
 from everstep.core import clock
 from everstep.storage.chain import Chain
 
-WITHOUT_REGROUPING = ("checkpointer_lost", "kill_checkpointer")
+WITHOUT_PAUSE = ("checkpointer_lost", "kill_checkpointer", "fault_handler_lost", "kill_fault_handler")
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Healings:
         for healing, firings in self.open:
             if healing.seconds_to_group_formed is None:
                 continue
-            pause = 0.0 if healing.kind in WITHOUT_REGROUPING else healing.seconds_to_group_formed
+            pause = 0.0 if healing.kind in WITHOUT_PAUSE else healing.seconds_to_group_formed
             wall = step_after(healing.began + pause)
             if wall is not None:
                 healing.seconds_to_next_step = wall - healing.began

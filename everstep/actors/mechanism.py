@@ -14,10 +14,10 @@ from everstep.core import clock
 from everstep.core.errors import EverstepError, GroupBroken
 from everstep.platform.states import Facts, Regroup, ReplaceCheckpointers
 from everstep.storage.chain import Chain
-from everstep.storage.manifest import CompressorSnapshot
 from everstep.storage.store import open_store
 
 LOOK_S = 0.1
+FAREWELL_S = 5.0
 
 
 class Mechanism:
@@ -54,7 +54,7 @@ class Mechanism:
         crew.look(LOOK_S)
         self.run.checkpointers.look()
         self._account()
-        self._name_snapshots()
+        self.run.name_snapshots()
         if self.stop_asked:
             self.stop()
         return Facts(crew.facts(), self.run.checkpointers.facts(), clock.monotonic() - crew.last_progress)
@@ -105,9 +105,17 @@ class Mechanism:
         self.run.chain.add_event(f"summary-{self.run.chain.manifest.version:06d}", self.summary)
 
     def save_what_is_left(self) -> None:
-        """Best effort on the way out of a failed run: what the checkpoint actors hold goes into the store."""
+        """Best effort on the way out of a failed run: every finished step that can still be had goes into the store."""
+        run = self.run
+        if not run.checkpointers.actors:
+            return
         try:
-            self.run.checkpointers.ask("flush", 10.0, timeout_s=20)
+            have = run.checkpointers.begin_epoch(run.group_epoch, None)
+            for member in run.crew.members:
+                if member.result is not None and member.result.outcome != "dead":
+                    have = run.crew.ask(member, "resend", run.group_epoch, have)
+            run.checkpointers.ask("advance", min(have.values()))
+            run.checkpointers.ask("flush", FAREWELL_S)
         except (EverstepError, ray.exceptions.RayError):
             return
 
@@ -163,17 +171,3 @@ class Mechanism:
                 f"{healing.kind} at step {healing.step}: healed from the {healing.tier}, "
                 f"{healing.steps_lost} steps lost, next step after {healing.seconds_to_next_step:.2f} s"
             )
-
-    def _name_snapshots(self) -> None:
-        """Name compressor snapshots in the manifest once all their slices are stored."""
-        run, found = self.run, dict[int, set[int]]()
-        for status in run.checkpointers.status:
-            for lsn, slices in status.get("slices", {}).items():
-                found.setdefault(int(lsn), set()).update(slices)
-        known = {snapshot.lsn for snapshot in run.chain.manifest.compressor}
-        size = run.settings.workers.size
-        fresh = [lsn for lsn, slices in sorted(found.items()) if len(slices) == size and lsn not in known]
-        if fresh:
-            generation = run.chain.manifest.generation
-            named = tuple(CompressorSnapshot(generation, lsn, size) for lsn in fresh)
-            run.chain.update(compressor=run.chain.manifest.compressor + named)

@@ -94,6 +94,8 @@ def launch(settings: JobSettings, *, resume: str | None) -> Handle:
     Raises:
         UserError: the job cannot be run as it is.
     """
+    if settings.run.name is None:
+        raise SettingsError("run.name is missing", hint="give the run a name; the command makes one from the file's")
     settings = _with(settings, store=absolute(settings.run.store))
     if settings.run.store.startswith("memory:"):
         raise SettingsError(

@@ -199,6 +199,7 @@ def _explained(item: Any) -> tuple[str, str]:
     hint = f"strings need quotes: {place} = '{given}'" if kind == "string_type" else ""
     hint = "this version has no preconditioner; leave the section out" if place == "preconditioner.name" else hint
     hint = f'write {place} = "none" to switch it off' if place == "optimizer.clip_norm" else hint
+    hint = hint or f"correct {place}; README.md lists every key with its default"
     return f"{place}: expected {expected.removeprefix('a valid ')}, got {given!r}", hint
 
 

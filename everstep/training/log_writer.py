@@ -54,6 +54,11 @@ class LogWriter:
         with self._lock:
             self._residuals.append((lsn, number, data))
 
+    def waiting(self) -> bool:
+        """Whether anything complete is not written yet."""
+        behind = min(self.replica.durable().values()) < self.replica.complete
+        return behind or bool(self._residuals)
+
     def work(self, *, flush: bool) -> bool:
         """Write what is due, everything that is complete if `flush`; return whether there was anything.
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,16 +96,17 @@ def test_a_store_that_is_no_folder(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "something else"
 
 
-def test_a_store_without_permission(tmp_path: Path) -> None:
-    name = line_job(tmp_path)
-    store = tmp_path / "locked"
-    store.mkdir()
-    for folder in [tmp_path, *tmp_path.parents][:3]:
-        folder.chmod(folder.stat().st_mode | 0o055)  # as far as the store itself anybody may look
-    store.chmod(0o555)
-    with as_nobody():
-        said = say("train", name, "--set", f"run.store=file:{store}")
-    refused(said, USER, "permission", str(store))
+def test_a_store_without_permission() -> None:
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to others
+        folder = Path(name)
+        folder.chmod(0o755)
+        store = folder / "locked"
+        store.mkdir(mode=0o555)
+        words = ("train", line_job(folder), "--set", f"run.store=file:{store}")
+        with as_nobody():
+            said = say(*words)
+        refused(said, USER, "permission", str(store))
+        assert not list(store.iterdir())
 
 
 @contextlib.contextmanager

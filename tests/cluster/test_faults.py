@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from everstep.training import inspect
 from tests.cluster.helpers import POINTS, STEPS, References, job, run
 
 BITWISE = ("char_lm", "char_lm-topk")
@@ -36,13 +37,19 @@ def test_one_fault(config: str, fault: dict[str, Any], tiers: set[str], referenc
     assert row["tier"] in tiers
     window = done.settings.checkpoint.window
     assert 0 <= row["steps_lost"] <= (window if fault["kind"] == "kill_workers" else 0)
-    assert row["seconds_to_next_step"] > 0
+    if fault["kind"] == "kill_fault_handler":  # workers go on meanwhile, perhaps to the end
+        assert row["seconds_to_next_step"] is None or row["seconds_to_next_step"] > 0
+    else:
+        assert row["seconds_to_next_step"] > 0
+    assert [fault["kind"]] == [stored["kind"] for stored in inspect.describe(done.chain)["faults"]]
     assert done.verify()["digest"] == done.digest
 
 
 @pytest.mark.parametrize("config", BITWISE)
-def test_each_worker_is_killed_at_each_point(config: str, references: References, tmp_path: Path) -> None:
+def test_workers_are_killed_at_each_point(config: str, references: References, tmp_path: Path) -> None:
     places = list(itertools.product(POINTS, (0, 1)))
+    if config == "char_lm":  # without a residual every other place will do: each point, and both ranks
+        places = [(point, number % 2) for number, point in enumerate(POINTS)]
     faults = [
         {"kind": "kill_worker", "step": 5 * number, "at": point, "rank": rank}
         for number, (point, rank) in enumerate(places, start=1)
@@ -61,16 +68,17 @@ def test_each_worker_is_killed_at_each_point(config: str, references: References
 @pytest.mark.parametrize("config", ["digits", "digits-topk"])
 def test_digits_with_everything_in_one_run(config: str, references: References, tmp_path: Path) -> None:
     """BatchNorm has buffers, which take a second collective, and dropout draws random numbers in every step."""
-    kills = [
-        {"kind": "kill_worker", "step": 5 * number, "at": point, "rank": number % 2}
-        for number, point in enumerate(POINTS, start=1)
+    kills = [  # where the second collective is; `test_abort` raises everywhere
+        {"kind": "kill_worker", "step": 10, "at": "after_exchange", "rank": 0},
+        {"kind": "kill_worker", "step": 20, "at": "before_commit", "rank": 1},
     ]
+    # The checkpoint actor comes late: lost together with all workers it would be a loss of everything.
     others: list[dict[str, Any]] = [
         {"kind": "raise_in_worker", "step": 30, "at": "after_exchange", "rank": 1},
-        {"kind": "kill_checkpointer", "step": 35},
-        {"kind": "kill_workers", "step": 42, "at": "after_commit"},
-        {"kind": "kill_fault_handler", "step": 48},
-        {"kind": "stop_worker", "step": 54, "at": "after_exchange", "rank": 0},
+        {"kind": "kill_workers", "step": 35, "at": "after_commit"},
+        {"kind": "stop_worker", "step": 40, "at": "after_exchange", "rank": 0},
+        {"kind": "kill_checkpointer", "step": 45},
+        {"kind": "kill_fault_handler", "step": 52},
     ]
     done = run(job(tmp_path, "all", config, [*kills, *others], workers={"hang_timeout_s": 4.0}))
 
@@ -132,7 +140,7 @@ def test_two_checkpoint_actors(references: References, tmp_path: Path) -> None:
 
 def test_without_a_log_a_worker_can_still_be_replaced(references: References, tmp_path: Path) -> None:
     fault = {"kind": "kill_worker", "step": 30, "rank": 0}
-    done = run(job(tmp_path, "none", "char_lm", [fault], checkpoint={"actors": 0}))
+    done = run(job(tmp_path, "unlogged", "char_lm", [fault], checkpoint={"actors": 0}))
 
     assert done.digest == references.digest("char_lm")
     assert (done.summary["bytes_logged"], done.summary["durable_lsn"]) == (0, 0)
