@@ -92,7 +92,13 @@ class RunContext:
         try:
             self.checkpointers.ask("ready")
         except GroupBroken:
-            self.renew_checkpointers()
+            self.replace_checkpointers()
+
+    def replace_checkpointers(self) -> None:
+        """Replace lost checkpoint actors, and keep the account of it."""
+        self.healings.begin("checkpointer_lost", self.lsn() + 1, "store", self.exactness)
+        self.renew_checkpointers()
+        self.healings.formed()
 
     def become_warm(self) -> None:
         """Some state was restarted: say so from now on, also in the log."""

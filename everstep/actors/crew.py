@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,8 @@ class Crew:
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except ray.exceptions.RayActorError as error:
-            raise RunFailed(f"a worker could not be built: {error}", hint="see the cause above") from error
+            said = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+            raise RunFailed(f"a worker could not be built: {said}", hint="see the cause above") from error
         except ray.exceptions.GetTimeoutError as error:
             workers = self.settings.workers
             raise RunFailed(

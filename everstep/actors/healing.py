@@ -9,6 +9,14 @@ from typing import Any
 from everstep.core import clock
 from everstep.storage.chain import Chain
 
+STRIKES = {  # which injected faults look like what
+    "checkpointer_lost": {"kill_checkpointer"},
+    "fault_handler_lost": {"kill_fault_handler"},
+}
+STRIKES |= dict.fromkeys(
+    ("worker_lost", "workers_lost", "hang", "user_error"),
+    {"kill_worker", "stop_worker", "raise_in_worker", "kill_workers"},
+)
 WITHOUT_PAUSE = ("checkpointer_lost", "kill_checkpointer", "fault_handler_lost", "kill_fault_handler")
 
 
@@ -68,10 +76,11 @@ class Healings:
 
     def _match(self, kind: str, step: int) -> tuple[str, int, float, list[str]]:
         """Return (kind, step, wall time, firings) of what just happened: the injected fault if one has just fired."""
-        fired = {
-            name: body for name, body in self.chain.events().items()
-            if name.startswith("fault-") and name not in self._matched
-        }  # fmt: skip
+        fired = {}
+        for name, body in self.chain.events().items():
+            fits = kind not in STRIKES or body["kind"] in STRIKES[kind]
+            if name.startswith("fault-") and name not in self._matched and fits:
+                fired[name] = body
         if not fired:
             return kind, step, clock.wall(), []
         self._matched |= set(fired)
@@ -99,13 +108,20 @@ class Healings:
             if wall is not None:
                 healing.seconds_to_next_step = wall - healing.began
                 closed.append((healing, firings))
-        for healing, firings in closed:
-            number = len(self.stored)
-            body = {**asdict(healing), "firings": firings}
-            self.chain.add_event(f"healing-{number:04d}", body)
-            self.stored.append((f"healing-{number:04d}", body))
-        self.open = [item for item in self.open if item not in closed]
+        for item in closed:
+            self._store(*item)
         return [healing for healing, _ in closed]
+
+    def close_all(self) -> None:
+        """Store what is still open: the run has ended before another step was needed."""
+        for item in list(self.open):
+            self._store(*item)
+
+    def _store(self, healing: Healing, firings: list[str]) -> None:
+        name, body = f"healing-{len(self.stored):04d}", {**asdict(healing), "firings": firings}
+        self.chain.add_event(name, body)
+        self.stored.append((name, body))
+        self.open = [item for item in self.open if item[0] is not healing]
 
     def table(self) -> list[dict[str, Any]]:
         """Return every fault of the run, oldest first."""

@@ -90,17 +90,15 @@ class Mechanism:
 
     def replace_checkpointers(self, decision: ReplaceCheckpointers) -> None:
         """Take the log over with new checkpoint actors; training goes on, workers resend what is not durable."""
-        run = self.run
-        run.healings.begin("checkpointer_lost", run.lsn() + 1, "store", run.exactness)
-        run.renew_checkpointers()
-        run.healings.formed()
-        for member in run.crew.members:
-            member.actor.connect_checkpointers.remote(run.checkpointers.actors)
+        self.run.replace_checkpointers()
+        for member in self.run.crew.members:
+            member.actor.connect_checkpointers.remote(self.run.checkpointers.actors)
 
     def finish(self, *, stopped: bool) -> None:
         """Make everything durable, close the log, make the summary."""
         digest, durable = closing.close_log(self.run, stopped=stopped)
         self._account()
+        self.run.healings.close_all()
         self.summary = closing.summarise(self.run, digest, durable, clock.monotonic() - self._started)
         self.run.chain.add_event(f"summary-{self.run.chain.manifest.version:06d}", self.summary)
 

@@ -98,10 +98,13 @@ class LogWriter:
         return True
 
     def _write_base(self) -> bool:
-        """Write the base of one shard, if one is due: one at a time, so that the cost is a steady trickle."""
-        target = self.replica.complete // self.base_interval * self.base_interval
-        for shard, last in self._based.items():
-            if last < target:
+        """Write the base of one shard, if one is due: one at a time, so that the cost is a steady trickle.
+
+        Only where the segments have come as well: a base ahead of them would leave a hole behind a takeover.
+        """
+        for shard, durable in self.replica.durable().items():
+            target = durable // self.base_interval * self.base_interval
+            if self._based[shard] < target and self.replica.merged()[shard] <= durable:
                 self._put_base(shard, target)
                 return True
         if self.replica.held_bytes() > MERGE_BYTES:
