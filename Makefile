@@ -32,7 +32,7 @@ unit: setup
 	$(BIN)/pytest tests/unit -n 2 $(PYTEST_ARGS)
 
 cluster: setup
-	$(BIN)/pytest tests/cluster $(PYTEST_ARGS)
+	$(BIN)/pytest tests/cluster -n 2 --dist worksteal $(PYTEST_ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

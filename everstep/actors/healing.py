@@ -76,11 +76,12 @@ class Healings:
 
     def _match(self, kind: str, step: int) -> tuple[str, int, float, list[str]]:
         """Return (kind, step, wall time, firings) of what just happened: the injected fault if one has just fired."""
-        fired = {}
-        for name, body in self.chain.events().items():
-            fits = kind not in STRIKES or body["kind"] in STRIKES[kind]
-            if name.startswith("fault-") and name not in self._matched and fits:
-                fired[name] = body
+        firings = {name: body for name, body in self.chain.events().items() if name.startswith("fault-")}
+        fired = {
+            name: body
+            for name, body in firings.items()
+            if name not in self._matched and (kind not in STRIKES or body["kind"] in STRIKES[kind])
+        }
         if not fired:
             return kind, step, clock.wall(), []
         self._matched |= set(fired)

@@ -25,8 +25,6 @@ OPERATIONS = (
 KILLS = 30
 RUNS = ("char_lm", "char_lm-topk", "char_lm", "char_lm-topk")
 
-fired: dict[int, list[dict[str, Any]]] = {}  # by run: what was stored of each kill
-
 
 def operations() -> list[list[str]]:
     """Deal the operations out, three a run, "restore" to two of them; only a residual has snapshots."""
@@ -54,22 +52,21 @@ def kills(number: int) -> list[dict[str, Any]]:
     return faults
 
 
+def test_there_are_thirty() -> None:
+    assert sum(len(kills(number)) for number in range(len(RUNS))) >= KILLS
+    assert {fault.get("op") for number in range(len(RUNS)) for fault in kills(number)} >= set(OPERATIONS)
+
+
 @pytest.mark.parametrize("number", range(len(RUNS)))
 def test_killed_anywhere_it_ends_with_the_same_bits(number: int, references: References, tmp_path: Path) -> None:
-    config = RUNS[number]
-    done = run(job(tmp_path, f"killed-{number}", config, kills(number)))
-    fired[number] = done.firings()
+    config, faults = RUNS[number], kills(number)
+    done = run(job(tmp_path, f"killed-{number}", config, faults))
 
+    struck = {(body["kind"], body["step"]) for body in done.firings()}
+    assert struck == {(fault["kind"], fault["step"]) for fault in faults}  # every one of them, really
     assert done.digest == references.digest(config)
     assert done.summary["exactness"] == "bitwise"
     found = done.verify()
     assert found["equal"]
     assert found["digest"] == done.digest
     assert found["step"] == done.summary["steps"]
-
-
-def test_there_were_thirty() -> None:
-    if len(fired) < len(RUNS):
-        pytest.skip("needs the runs above, in this process")
-    assert sum(map(len, fired.values())) >= KILLS
-    assert {body["at"] for bodies in fired.values() for body in bodies} >= {"restore"}
