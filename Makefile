@@ -8,7 +8,7 @@ WANTED := $(or $(TORCH),$(HELD))
 PIP_TORCH := $(if $(WANTED),"$(WANTED)",-c constraints/cpu.txt)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test unit cluster check format bench docs clean other-torch
+.PHONY: setup demo test unit cluster soak check format bench docs clean other-torch
 
 setup: $(READY)
 
@@ -32,7 +32,10 @@ unit: setup
 	$(BIN)/pytest tests/unit -n 2 $(PYTEST_ARGS)
 
 cluster: setup
-	$(BIN)/pytest tests/cluster -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/pytest tests/cluster -m "not soak" -n 2 --dist worksteal $(PYTEST_ARGS)
+
+soak: setup
+	$(BIN)/pytest tests/cluster -m soak -n 2 --dist worksteal $(PYTEST_ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -224,6 +224,8 @@ class Sender:
                     break  # somebody else may have it
                 actor = self._actors[self.actor_of[shard]]
                 answers.append(actor.put.remote(group_epoch, lsn, [(shard, payload)], 0))
+        latest = dict(have)
         for ack in ray.get(answers, timeout=CALL_S):
             self._acknowledge(ack)
-        return dict(self.received)
+            latest.update(ack.received)
+        return latest

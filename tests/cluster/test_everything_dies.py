@@ -39,6 +39,7 @@ def lost(answer: Answer) -> tuple[int, int]:
     return row["steps_lost"], int(said.rsplit(" ", 1)[1])
 
 
+@pytest.mark.soak
 def test_without_compression_a_resume_is_bitwise(references: References, tmp_path: Path) -> None:
     killed_at("char_lm", tmp_path)
     answer = resumed(tmp_path / "runs")

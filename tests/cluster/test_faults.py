@@ -14,7 +14,6 @@ from tests.cluster.helpers import POINTS, STEPS, References, job, run
 ALONE: list[tuple[str, dict[str, Any], set[str]]] = [
     ("char_lm", {"kind": "kill_worker", "step": 30, "rank": 1}, {"survivor"}),
     ("char_lm-topk", {"kind": "stop_worker", "step": 30, "rank": 1}, {"survivor"}),
-    ("char_lm", {"kind": "raise_in_worker", "step": 30, "rank": 0}, {"survivor"}),
     ("char_lm-topk", {"kind": "kill_checkpointer", "step": 30}, {"store"}),
     ("char_lm-topk", {"kind": "kill_workers", "step": 30}, {"replica", "store"}),
     ("char_lm", {"kind": "kill_fault_handler", "step": 30}, {"survivor"}),
@@ -59,7 +58,7 @@ def test_workers_are_killed_at_each_point(references: References, tmp_path: Path
     assert done.verify()["equal"]
 
 
-@pytest.mark.parametrize("config", ["digits", "digits-topk"])
+@pytest.mark.parametrize("config", [pytest.param("digits", marks=pytest.mark.soak), "digits-topk"])
 def test_digits_with_everything_in_one_run(config: str, references: References, tmp_path: Path) -> None:
     """BatchNorm has buffers, which take a second collective, and dropout draws random numbers in every step."""
     kills = [  # where the second collective is; `test_abort` raises everywhere
@@ -92,6 +91,7 @@ def test_loss_falls(references: References) -> None:
         assert summary["loss_last"] < summary["loss_first"] - 0.8, config
 
 
+@pytest.mark.soak
 def test_survivor_residuals_keep_their_bits_while_no_worker_dies(references: References, tmp_path: Path) -> None:
     faults: list[dict[str, Any]] = [
         {"kind": "raise_in_worker", "step": 20, "at": "before_commit", "rank": 1},

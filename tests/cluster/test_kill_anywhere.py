@@ -57,7 +57,10 @@ def test_there_are_thirty() -> None:
     assert {fault.get("op") for number in range(len(RUNS)) for fault in kills(number)} >= set(OPERATIONS)
 
 
-@pytest.mark.parametrize("number", range(len(RUNS)))
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize("number", [0, 1, pytest.param(2, marks=SOAK), pytest.param(3, marks=SOAK)])
 def test_killed_anywhere_it_ends_with_the_same_bits(number: int, references: References, tmp_path: Path) -> None:
     config, faults = RUNS[number], kills(number)
     done = run(job(tmp_path, f"killed-{number}", config, faults))
