@@ -62,7 +62,9 @@ class ProcessGroup:
 
     def _make(self, store: Any, world_rank: int, world_size: int) -> Any:
         if self.device.type == "cuda":
-            return dist.ProcessGroupNCCL(store, world_rank, world_size, TIMEOUT)  # type: ignore[arg-type]
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = TIMEOUT
+            return dist.ProcessGroupNCCL(store, world_rank, world_size, options)
         return dist.ProcessGroupGloo(store, world_rank, world_size, TIMEOUT)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
