@@ -57,6 +57,7 @@ class Crew:
         self.settings, self.spec = settings, spec
         self.members: list[Member] = []  # by world rank
         self.spares: list[Member] = []
+        self.latest: Mapping[str, Any] = {}  # what the member that answered last said of itself
         self.last_progress = clock.monotonic()
         self._probes: dict[str, Any] = {}
         self._probed = 0.0
@@ -272,8 +273,6 @@ class Crew:
         member.lsn, member.beats = max(member.lsn, status["lsn"]), status["beats"]
         member.entered = status["entered"]
         self.latest = dict(status)
-
-    latest: Mapping[str, Any] = {}
 
     def close(self) -> None:
         """Kill every worker."""

@@ -114,8 +114,8 @@ class Mechanism:
                     have = run.crew.ask(member, "resend", run.group_epoch, have)
             run.checkpointers.ask("advance", min(have.values()))
             run.checkpointers.ask("flush", FAREWELL_S)
-        except (EverstepError, ray.exceptions.RayError):
-            return
+        except (EverstepError, ray.exceptions.RayError) as error:
+            run.tell(f"the last finished steps could not be saved: {str(error).splitlines()[0]}")
 
     def close(self) -> None:
         """End all actors."""

@@ -87,9 +87,6 @@ class Sender:
         """Take a finished step; returns at once unless the queue is full. Waiting is added to `stalled`."""
         if not self.actor_of:
             return
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
         started = clock.monotonic()
         with self._room:
             self.recent.append(result)
@@ -105,6 +102,9 @@ class Sender:
                 f"(checkpoint.queue_bytes = {self.queue_bytes})",
                 hint="see what the checkpoint actor and the store are waiting for",
             )
+        if self._failure is not None:  # of an earlier step; this one is finished and goes into the log all the same
+            failure, self._failure = self._failure, None
+            raise failure
 
     def offer_residual(self, lsn: int, number: int, data: pa.Buffer) -> None:
         """Take this worker's slice of a compressor snapshot; `data` must not change any more."""

@@ -57,7 +57,6 @@ class TrainWorker:
         self.checkpointers: list[Any] = []
         self.times = Times()
         self.loss: tuple[float, float] = (float("nan"), float("nan"))  # of the first and the last step
-        self.evaluated: dict[str, Any] = {}
         self._validation: Any = None
         self._rendezvous: tuple[tuple[str, int], Any] | None = None
         self._over = threading.Event()
@@ -126,7 +125,6 @@ class TrainWorker:
             "beats": self.train_step.beats,
             "loss": self.loss[1],
             "step_s": self.times.recent(),
-            "evaluated": self.evaluated,
         }
 
     @control
@@ -323,9 +321,9 @@ class TrainWorker:
         if self._validation is None:
             self._validation = build_dataset(self.blueprint.task, settings.eval.split)
         values = evaluate(self.blueprint, self._validation, self.group, self.device, self.train_step.beat)
-        self.evaluated = {"lsn": self.state.lsn, "split": settings.eval.split, **values}
+        found = {"lsn": self.state.lsn, "split": settings.eval.split, **values}
         if self.group.world_rank == 0:
-            self.chain.add_event(f"eval-{self.state.lsn:012d}", self.evaluated)
+            self.chain.add_event(f"eval-{self.state.lsn:012d}", found)
 
     def _lsn(self) -> int:
         return self.state.lsn if self._whole and not self.train_step.torn else -1
