@@ -1,7 +1,8 @@
 """The checkpoint actor: receives records, holds the replica, has them written.
 
-Receiving only appends, so calls come back at once; a writer thread does the rest. Records are acknowledged when they
-are here, and named durable when they are in the store and no newer generation was seen after that.
+Receiving only appends, so calls come back at once. Three threads do the rest: one writes segments, one bases, one
+merges a long backlog. Records are acknowledged when they are here, and named durable when they are in the store and no
+newer generation was seen after that.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -18,13 +20,16 @@ import torch
 from everstep.actors.environment import actor, control
 from everstep.actors.injector import StoreInjector
 from everstep.actors.moving import from_arrays, to_arrays
-from everstep.actors.spec import Ack, CheckpointerSpec, recipe_of
+from everstep.actors.spec import Ack, CheckpointerSpec, recipe_of, store_of
 from everstep.core import clock
 from everstep.core.errors import EverstepError, StoreError
 from everstep.platform.settings import from_dict
+from everstep.platform.tuner import Intervals
 from everstep.storage.chain import Chain
+from everstep.storage.keys import BaseKey
+from everstep.storage.manifest import CompressorSnapshot
 from everstep.storage.plan import plan_restore, reachable
-from everstep.storage.store import open_store
+from everstep.training.base_writer import BaseWriter
 from everstep.training.blueprint import Blueprint
 from everstep.training.log_writer import LogWriter
 from everstep.training.record import lsn_of, payload_crc
@@ -49,9 +54,10 @@ class CheckpointActor:
         self.spec = spec
         self.settings = from_dict(dict(spec.settings))
         self.refused: tuple[float, str] | None = None  # since when the store refuses, and what it says
+        self.base_error = ""
         self.fatal: EverstepError | None = None
         self._opened = False
-        self._flush, self._idle = threading.Event(), threading.Event()
+        self._flush, self._idle, self._settled = threading.Event(), threading.Event(), threading.Event()
         try:
             self._open()
         except EverstepError as error:  # told to whoever asks for anything; an actor that dies could not say why
@@ -59,26 +65,28 @@ class CheckpointActor:
             return
         self._opened = True
         self._cpu_start = clock.process_cpu()
-        threading.Thread(target=self._write_for_ever, name="writer", daemon=True).start()
+        for name, target in (("segments", self._segments), ("bases", self._bases), ("backlog", self._backlog)):
+            threading.Thread(target=target, name=name, daemon=True).start()
 
     def _open(self) -> None:
         """Open the log and restore the owned shards."""
         spec = self.spec
         self.blueprint = Blueprint(recipe_of(self.settings))
-        store = open_store(self.settings.run.store)
+        store = store_of(self.settings)
         self.chain = Chain.attach(store, self.settings.run.name or "", spec.generation)
         self.injector = StoreInjector(self.settings.faults, self.chain, spec.index, spec.killable)
         if hasattr(store, "trace"):
             store.trace = self.injector.trace
-        states, based = self._restored()
+        began = clock.monotonic()
+        states, based, fresh = self._restored()
+        self._load_s = clock.monotonic() - began
         self.replica = Replica(states, spec.group_epoch)
+        intervals = spec.intervals
+        self.bases = BaseWriter(self.chain, self.replica, base_interval=intervals.base_interval, based=based)
+        for key in fresh:
+            self.bases.prove(key)
         self.writer = LogWriter(
-            self.chain,
-            self.replica,
-            segment_steps=spec.intervals.segment_steps,
-            base_interval=spec.intervals.base_interval,
-            max_lag_s=spec.intervals.max_lag_s,
-            based=based,
+            self.chain, self.replica, self.bases, segment_steps=intervals.segment_steps, max_lag_s=intervals.max_lag_s
         )
 
     def ready(self) -> None:
@@ -118,8 +126,12 @@ class CheckpointActor:
             "durable": self.replica.durable(),
             "merged": self.replica.merged(),
             "slices": {lsn: sorted(numbers) for lsn, numbers in self.writer.slices.copy().items()},
+            "proved": list(self.bases.proved),
+            "tails": self.chain.tails(),
+            "costs": self._costs(),
             "store_error_s": None if since is None else clock.monotonic() - since,
             "store_error": said,
+            "base_error": self.base_error,
             "fatal": self.fatal or self.replica.mismatch,
             "cpu": clock.process_cpu() - self._cpu_start,
         }
@@ -135,6 +147,18 @@ class CheckpointActor:
             if not self.writer.waiting():
                 break
         return self._ack()
+
+    @control
+    def settle(self, timeout_s: float) -> None:
+        """Begin no more bases; return when the one under way is written and proved, or the time is over."""
+        self.bases.settle()
+        self._settled.wait(timeout_s)
+
+    @control
+    def retune(self, intervals: Intervals) -> None:
+        """Cut segments and write bases at other intervals from now on."""
+        self.writer.segment_steps, self.writer.max_lag_s = intervals.segment_steps, intervals.max_lag_s
+        self.bases.base_interval = intervals.base_interval
 
     @control
     def state(self, lsn: int | None = None) -> tuple[int, dict[str, Any]]:
@@ -161,7 +185,7 @@ class CheckpointActor:
         """Compare the records that workers send again, from `after` + 1 on, with those that are logged."""
         self.flush(self.settings.checkpoint.storage_timeout_s)
         listing = self.chain.listing()
-        later = frozenset(base.path for base in listing.bases() if base.lsn > after)
+        later = frozenset(base for base in listing.bases() if base.lsn > after)
         for shard in self.spec.shards:
             end = reachable(self.chain.manifest, listing, shard, later)
             plan = plan_restore(self.chain.manifest, listing, target=end, shards=[shard], exclude=later)
@@ -169,9 +193,9 @@ class CheckpointActor:
             self.replica.expect(shard, {lsn_of(b): payload_crc(b) for b in records if lsn_of(b) > after})
 
     @control
-    def residual(self, generation: int, lsn: int, slices: Sequence[int]) -> dict[int, Any]:
-        """Return slices of a compressor snapshot: fp32 arrays by number."""
-        found = read_residual(self.chain, generation, lsn, slices)
+    def residual(self, snapshot: CompressorSnapshot) -> dict[int, Any]:
+        """Return the slices of a compressor snapshot: fp32 arrays by number."""
+        found = read_residual(self.chain, snapshot)
         return {number: tensor.numpy() for number, tensor in found.items()}
 
     @control
@@ -181,7 +205,7 @@ class CheckpointActor:
         for shard in self.spec.shards:
             fresh = self.blueprint.shard_state(shard)
             fresh.state.load({name: t for name, t in given.items() if fresh.state.owns(name)}, lsn)
-            self.chain.put_base(shard, lsn, to_batches(fresh.state.tensors()))
+            self.bases.prove(self.chain.put_base(shard, lsn, to_batches(fresh.state.tensors())))
             self.replica.rebase(shard, fresh)
         return self._ack()
 
@@ -194,39 +218,82 @@ class CheckpointActor:
         replica = self.replica
         return Ack(self.spec.index, replica.received(), replica.durable(), replica.released(), refused)
 
-    def _restored(self) -> tuple[dict[int, ShardState], dict[int, int]]:
-        """Return each owned shard at its own last lsn, and the lsn of its base; one without a base gets its first."""
+    def _restored(self) -> tuple[dict[int, ShardState], dict[int, int], list[BaseKey]]:
+        """Return each owned shard at its own last lsn, the lsn of its base, and the bases that are its first."""
         listing = self.chain.listing()
         states: dict[int, ShardState] = {}
         based: dict[int, int] = {}
+        fresh: list[BaseKey] = []
+        ends: dict[int, list[int]] = {}
         for shard in self.spec.shards:
-            end = reachable(self.chain.manifest, listing, shard)
-            if end < 0:
-                states[shard], based[shard] = self.blueprint.shard_state(shard), 0
-                self.chain.put_base(shard, 0, to_batches(states[shard].state.tensors()))
-                continue
-            found, plan, _ = restore(self.chain, self.blueprint, target=end, shards=[shard])
-            states[shard], based[shard] = found[shard], plan.shards[0].base.lsn
+            ends.setdefault(reachable(self.chain.manifest, listing, shard), []).append(shard)
+        for shard in ends.pop(-1, []):
+            states[shard], based[shard] = self.blueprint.shard_state(shard), 0
+            fresh.append(self.chain.put_base(shard, 0, to_batches(states[shard].state.tensors())))
+        for end, shards in ends.items():
+            found, plan, _ = restore(self.chain, self.blueprint, target=end, shards=shards)
+            states |= found
+            based |= {part.shard: part.base.lsn for part in plan.shards}
             self.injector.restoring(end)
-        return states, based
+        return {shard: states[shard] for shard in self.spec.shards}, based, fresh
 
-    def _write_for_ever(self) -> None:
+    def _costs(self) -> dict[str, float]:
+        """Return what this actor's part of the log costs; see `platform.costs.Costs`."""
+        return {
+            "segment_s": self.writer.cpu_a_cut,
+            "lag_s": self.writer.put_s,
+            "bytes_per_step": self.writer.bytes_per_step,
+            "base_s": self.bases.cpu_a_round,
+            "round_bytes": float(self.bases.round_bytes),
+            "replay_s": self.replica.replay_s(),
+            "load_s": self._load_s,
+        }
+
+    def _segments(self) -> None:
         while self.fatal is None:
             flush = self._flush.is_set()
             self._flush.clear()
-            try:
-                wrote = self.writer.work(flush=flush)
-                self.refused = None
-            except StoreError as error:  # kept, shown, and tried again: nothing is dropped
-                self._store_refused(error)
-                wrote = False
-                clock.sleep(RETRY_S)
-            except EverstepError as error:
-                self.fatal = error
-                wrote = False
-            if not wrote:
+            if not self._attempt(partial(self._write_segments, flush), self._store_refused):
                 self._idle.set()
                 self._flush.wait(timeout=IDLE_S)
+
+    def _write_segments(self, flush: bool) -> bool:
+        wrote = self.writer.work(flush=flush)
+        self.refused = None
+        return wrote
+
+    def _bases(self) -> None:
+        while self.fatal is None:
+            if not self._attempt(self._write_base, self._base_refused):
+                if self.bases.settled:
+                    self._settled.set()
+                clock.sleep(IDLE_S)
+        self._settled.set()
+
+    def _write_base(self) -> bool:
+        wrote = self.bases.work()
+        self.base_error = "" if wrote else self.base_error
+        return wrote
+
+    def _backlog(self) -> None:
+        while self.fatal is None:
+            if not self._attempt(self.replica.merge_backlog, self._store_refused):
+                clock.sleep(IDLE_S)
+
+    def _attempt(self, work: Callable[[], bool], refused: Callable[[StoreError], None]) -> bool:
+        """Do a piece of work. A store that refuses is shown, and asked again later: nothing is dropped."""
+        try:
+            return work()
+        except StoreError as error:
+            refused(error)
+            clock.sleep(RETRY_S)
+        except EverstepError as error:
+            self.fatal = error
+        return False
+
+    def _base_refused(self, error: StoreError) -> None:
+        """Bases may be late without harm: more segments have to be replayed until they come."""
+        self.base_error = str(error)
 
     def _store_refused(self, error: StoreError) -> None:
         now, check = clock.monotonic(), self.settings.checkpoint

@@ -56,6 +56,12 @@ class Checkpointers:
         self.actors = [self.make(chain, group_epoch, index) for index in range(len(self.shards))]
         self._dead.clear()
 
+    def retune(self, intervals: Intervals) -> None:
+        """Have them, and those that take their places, write at these intervals."""
+        self.intervals = intervals
+        for actor in self.actors:
+            actor.retune.remote(intervals)
+
     def replace(self, chain: Chain, group_epoch: int) -> None:
         """Start new ones in the chain's new generation in the place of all."""
         for actor in self.actors:

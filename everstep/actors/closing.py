@@ -9,7 +9,10 @@ from everstep.actors.context import RunContext
 from everstep.actors.recovery import rebase
 from everstep.core.errors import StateMismatch, StoreError
 from everstep.storage.keys import BaseKey, CompressorKey, SegmentKey
+from everstep.training.history import best, evaluations
 from everstep.training.state import combine_digests
+
+SETTLE_S = 30.0  # for the base under way
 
 
 def close_log(run: RunContext, *, stopped: bool) -> tuple[str, int]:
@@ -26,11 +29,33 @@ def close_log(run: RunContext, *, stopped: bool) -> tuple[str, int]:
     if run.checkpointers:
         durable = _make_durable(run, last)
         _compare_replica(run, last, digest)
+    if run.checkpointers:
+        run.checkpointers.ask("settle", SETTLE_S)
+        run.checkpointers.status = run.checkpointers.ask("status")
+        run.bookkeeper.name_all()
     if stopped and last < run.settings.run.steps:
         run.tell(f"stopped after step {last}; durable up to step {durable}")
     elif run.checkpointers:
-        run.chain.update(state="closed", closing={"last_lsn": last, "digest": digest})
+        closing = {"last_lsn": last, "digest": digest, "tails": _tails(run, last)}
+        run.patiently(lambda: run.chain.update(state="closed", closing=closing))
     return digest, durable
+
+
+def write_down(run: RunContext) -> None:
+    """Wait until all that was noted is in the store.
+
+    Raises:
+        StoreError: the store did not take it in time.
+    """
+    limit = run.settings.checkpoint.storage_timeout_s
+    if not run.notebook.drain(limit):
+        raise StoreError(f"the store did not take the run's last notes within {limit:g} s", hint="mend the store")
+
+
+def _tails(run: RunContext, last: int) -> dict[str, str]:
+    """Return, by shard, the checksum of the segment that ends the log; "" where it ends in a base."""
+    tails = {shard: tail for status in run.checkpointers.status for shard, tail in status["tails"].items()}
+    return {str(s): tails[s][1] if s in tails and tails[s][0] == last else "" for s in run.chain.manifest.shards}
 
 
 def _live_digest(run: RunContext) -> str:
@@ -83,9 +108,8 @@ def summarise(run: RunContext, digest: str, durable: int, wall_seconds: float) -
     last = run.lsn()
     workers = [run.crew.ask(member, "measures") for member in run.crew.members]
     statuses = run.checkpointers.status = run.checkpointers.ask("status")
-    run.name_snapshots()
     listing = run.chain.listing()
-    evaluations = [body for name, body in sorted(run.chain.events().items()) if name.startswith("eval-")]
+    events = run.chain.events()
     return {
         "run": run.name,
         "steps": last,
@@ -108,8 +132,8 @@ def summarise(run: RunContext, digest: str, durable: int, wall_seconds: float) -
         "train_cpu_seconds": sum(worker["train_cpu"] for worker in workers),
         "wall_seconds": wall_seconds,
         "faults": run.healings.table(),
-        "evaluations": evaluations,
-        "best": min(evaluations, key=lambda body: float(body["loss"]), default=None),
+        "evaluations": evaluations(events),
+        "best": best(events),
         "state": "done" if last >= run.settings.run.steps else "stopped",
     }
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from everstep.actors.bookkeeping import Bookkeeper
 from everstep.actors.checkpointers import Checkpointers
 from everstep.actors.crew import Crew
 from everstep.actors.healing import Healings
+from everstep.actors.notebook import Notebook
 from everstep.actors.spec import WorkerSpec, recipe_of, spread
-from everstep.core.errors import GroupBroken
+from everstep.core import clock
+from everstep.core.errors import GroupBroken, StoreError
 from everstep.platform.settings import JobSettings, from_dict
 from everstep.platform.tuner import Intervals
 from everstep.storage.chain import Chain
-from everstep.storage.manifest import CompressorSnapshot
 from everstep.training.recipe import Recipe
 
 LOGGER = logging.getLogger("everstep")
+STORE_RETRY_S = 0.5
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,9 @@ class RunSpec:
         resume: None for a new run, else "resume" or "exact".
         shards: parameter shards of this model.
         exactness: what a replay of this optimizer promises.
-        intervals: when segments, bases and compressor snapshots are taken.
+        intervals: when segments, bases and compressor snapshots are taken at first.
+        snapshot_bytes: of one compressor snapshot, by all workers.
+        at: resume: go back to this step; None: from the last one.
         killable: the driver's process id, if its cluster is its own.
     """
 
@@ -39,7 +45,9 @@ class RunSpec:
     shards: int
     exactness: str
     intervals: Intervals
+    snapshot_bytes: int
     killable: int | None
+    at: int | None = None
 
 
 @dataclass
@@ -56,7 +64,9 @@ class RunContext:
     world_sizes: list[int] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     chain: Chain = field(init=False)
+    notebook: Notebook = field(init=False)
     healings: Healings = field(init=False)
+    bookkeeper: Bookkeeper = field(init=False)
 
     @classmethod
     def of(cls, spec: RunSpec) -> RunContext:
@@ -70,6 +80,11 @@ class RunContext:
         return cls(spec, settings, recipe_of(settings), crew, checkpointers, spec.exactness)
 
     @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one compressor snapshot."""
+        return self.spec.snapshot_bytes
+
+    @property
     def name(self) -> str:
         """The run's name."""
         return self.settings.run.name or ""
@@ -77,12 +92,14 @@ class RunContext:
     def open_log(self, chain: Chain) -> None:
         """Take `chain` as the run's log."""
         self.chain = chain
-        self.healings = Healings(chain)
+        self.notebook = Notebook(lambda: self.chain)
+        self.healings = Healings(chain, self.notebook, injected=bool(self.settings.faults))
+        self.bookkeeper = Bookkeeper(self)
         self.exactness = chain.manifest.exactness
 
     def renew_checkpointers(self) -> None:
         """Take the log over as a new generation, with new checkpoint actors in the place of all."""
-        self.chain = Chain.take_over(self.chain.store, self.name, cut="each")
+        self.chain = self.patiently(lambda: Chain.take_over(self.chain.store, self.name, cut="each"))
         self.healings.chain = self.chain
         self.checkpointers.replace(self.chain, self.group_epoch)
         self.checkpointers.ask("ready")
@@ -103,21 +120,25 @@ class RunContext:
     def become_warm(self) -> None:
         """Some state was restarted: say so from now on, also in the log."""
         self.exactness = "warm"
-        self.chain.update(exactness="warm")
+        self.notebook.do(lambda chain: chain.update(exactness="warm"))
 
-    def name_snapshots(self) -> None:
-        """Name compressor snapshots in the manifest once all their slices are stored."""
-        found: dict[int, set[int]] = {}
-        for status in self.checkpointers.status:
-            for lsn, slices in status.get("slices", {}).items():
-                found.setdefault(int(lsn), set()).update(slices)
-        known = {snapshot.lsn for snapshot in self.chain.manifest.compressor}
-        size = self.settings.workers.size
-        fresh = [lsn for lsn, slices in sorted(found.items()) if len(slices) == size and lsn not in known]
-        if fresh:
-            generation = self.chain.manifest.generation
-            named = tuple(CompressorSnapshot(generation, lsn, size) for lsn in fresh)
-            self.chain.update(compressor=self.chain.manifest.compressor + named)
+    def patiently(self, act: Callable[[], T]) -> T:
+        """Return what `act` returns; a store that refuses is waited for, as long as one is (storage_timeout_s).
+
+        Raises:
+            StoreError: it refused all that time.
+        """
+        deadline, told = clock.monotonic() + self.settings.checkpoint.storage_timeout_s, False
+        while True:
+            try:
+                return act()
+            except StoreError as error:
+                if clock.monotonic() > deadline:
+                    raise
+                if not told:
+                    self.tell(f"waiting for the store: {error.message}")
+                told = True
+                clock.sleep(STORE_RETRY_S)
 
     def lsn(self) -> int:
         """Return the highest step that any worker is known to have finished."""

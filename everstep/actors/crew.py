@@ -6,7 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -117,6 +117,12 @@ class Crew:
         member.pid, member.node, member.heard = status["pid"], status["node"], clock.monotonic()
 
     # ---- running ----
+
+    def retune(self, compressor_interval: int) -> None:
+        """Have all workers, and those that come later, take compressor snapshots at this interval."""
+        self.spec = replace(self.spec, compressor_interval=compressor_interval)
+        for member in [*self.members, *self.spares]:
+            member.actor.retune.remote(compressor_interval)
 
     def form(self, group_epoch: int, rendezvous: tuple[str, int], checkpointers: Sequence[Any]) -> list[Formed]:
         """Form the group of all members; return what each says.

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from everstep.actors.notebook import Notebook
 from everstep.core import clock
+from everstep.core.errors import StoreError
 from everstep.storage.chain import Chain
 
 STRIKES = {  # which injected faults look like what
@@ -54,12 +56,13 @@ class Healings:
 
     Args:
         chain: where they are stored.
+        notebook: stores them.
+        injected: whether the job file injects faults; without, nobody looks for their traces.
     """
 
-    def __init__(self, chain: Chain) -> None:
-        self.chain = chain
-        events = chain.events()
-        self.stored = sorted((n, b) for n, b in events.items() if n.startswith("healing-"))
+    def __init__(self, chain: Chain, notebook: Notebook, *, injected: bool) -> None:
+        self.chain, self.notebook, self.injected = chain, notebook, injected
+        self.stored = sorted(chain.events("healing-").items())
         self._matched = {name for _, body in self.stored for name in body["firings"]}
         self.open: list[tuple[Healing, list[str]]] = []
 
@@ -76,7 +79,7 @@ class Healings:
 
     def _match(self, kind: str, step: int) -> tuple[str, int, float, list[str]]:
         """Return (kind, step, wall time, firings) of what just happened: the injected fault if one has just fired."""
-        firings = {name: body for name, body in self.chain.events().items() if name.startswith("fault-")}
+        firings = self._firings()
         fired = {
             name: body
             for name, body in firings.items()
@@ -87,6 +90,14 @@ class Healings:
         self._matched |= set(fired)
         last = max(fired.values(), key=lambda body: float(body["wall"]))
         return str(last["kind"]), int(last["step"]), float(last["wall"]), sorted(fired)
+
+    def _firings(self) -> dict[str, dict[str, Any]]:
+        if not self.injected:
+            return {}
+        try:
+            return self.chain.events("fault-")
+        except StoreError:  # the fault is healed all the same; it is only not recognised as one that was asked for
+            return {}
 
     def formed(self) -> None:
         """The group stands again."""
@@ -120,7 +131,7 @@ class Healings:
 
     def _store(self, healing: Healing, firings: list[str]) -> None:
         name, body = f"healing-{len(self.stored):04d}", {**asdict(healing), "firings": firings}
-        self.chain.add_event(name, body)
+        self.notebook.event(name, body)
         self.stored.append((name, body))
         self.open = [item for item in self.open if item[0] is not healing]
 

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from everstep.actors import adoption, closing, recovery
 from everstep.actors.context import RunContext
 from everstep.actors.environment import ray
+from everstep.actors.spec import key_id_of, store_of
 from everstep.core import clock
-from everstep.core.errors import EverstepError, GroupBroken
+from everstep.core.errors import EverstepError, GroupBroken, StoreError
 from everstep.platform.states import Facts, Regroup, ReplaceCheckpointers
 from everstep.storage.chain import Chain
-from everstep.storage.store import open_store
+from everstep.training.history import evaluations, rewind_name
 
 LOOK_S = 0.1
 FAREWELL_S = 5.0
@@ -38,7 +39,7 @@ class Mechanism:
 
     def start(self) -> None:
         """Begin or take over the log and set the workers running; or find a run that is alive, and go on with it."""
-        run, store = self.run, open_store(self.run.settings.run.store)
+        run, store = self.run, store_of(self.run.settings)
         workers, checkpointers = adoption.find(run.name)
         if workers:
             run.open_log(Chain.open(store, run.name))
@@ -54,7 +55,7 @@ class Mechanism:
         crew.look(LOOK_S)
         self.run.checkpointers.look()
         self._account()
-        self.run.name_snapshots()
+        self.run.bookkeeper.look()
         if self.stop_asked:
             self.stop()
         return Facts(crew.facts(), self.run.checkpointers.facts(), clock.monotonic() - crew.last_progress)
@@ -96,11 +97,14 @@ class Mechanism:
 
     def finish(self, *, stopped: bool) -> None:
         """Make everything durable, close the log, make the summary."""
-        digest, durable = closing.close_log(self.run, stopped=stopped)
+        run = self.run
+        digest, durable = closing.close_log(run, stopped=stopped)
         self._account()
-        self.run.healings.close_all()
-        self.summary = closing.summarise(self.run, digest, durable, clock.monotonic() - self._started)
-        self.run.chain.add_event(f"summary-{self.run.chain.manifest.version:06d}", self.summary)
+        run.healings.close_all()
+        closing.write_down(run)
+        summary = run.patiently(lambda: closing.summarise(run, digest, durable, clock.monotonic() - self._started))
+        run.patiently(lambda: run.chain.add_event(f"summary-{run.chain.manifest.version:06d}", summary))
+        self.summary = summary
 
     def save_what_is_left(self) -> None:
         """Best effort on the way out of a failed run: every finished step that can still be had goes into the store."""
@@ -124,10 +128,22 @@ class Mechanism:
 
     def _begin_log(self, store: Any) -> Chain:
         run = self.run
-        if run.spec.resume is not None or run.name in Chain.runs(store):
-            return Chain.take_over(store, run.name, cut="common", settings=run.spec.settings)
+        if run.spec.resume is not None or Chain.exists(store, run.name):
+            return self._resumed(store)
         shards = run.spec.shards + 1 if run.checkpointers else 0
-        return Chain.create(store, run.name, settings=run.spec.settings, shards=shards, exactness=run.spec.exactness)
+        return Chain.create(
+            store, run.name, settings=run.spec.settings, shards=shards, exactness=run.spec.exactness,
+            key_id=key_id_of(run.settings),
+        )  # fmt: skip
+
+    def _resumed(self, store: Any) -> Chain:
+        run = self.run
+        chain = Chain.take_over(store, run.name, cut="common", at=run.spec.at, settings=run.spec.settings)
+        if run.spec.at is not None:
+            skipped = sum(count for after, count in run.settings.batch.skips if after == run.spec.at)
+            body = {"generation": chain.manifest.generation, "step": run.spec.at, "skipped_batches": skipped}
+            chain.add_event(rewind_name(chain.manifest.generation), body)
+        return chain
 
     def _start_actors(self) -> None:
         run, crew = self.run, self.run.crew
@@ -153,9 +169,15 @@ class Mechanism:
         if not run.world_sizes or run.world_sizes[-1] != size:
             run.world_sizes.append(size)
         every = run.settings.eval.every
-        due = bool(every and lsn and lsn % every == 0 and f"eval-{lsn:012d}" not in run.chain.events())
+        due = bool(every and lsn and lsn % every == 0 and not self._evaluated(lsn))
         run.crew.run(run.settings.run.steps, due)
         run.crew.fill_spares()
+
+    def _evaluated(self, lsn: int) -> bool:
+        try:
+            return any(body["lsn"] == lsn for body in evaluations(self.run.chain.events()))
+        except StoreError:
+            return False  # then it is done once more; the first answer stays
 
     def _account(self) -> None:
         """Close the account of faults once a step was finished after them."""

@@ -36,7 +36,7 @@ def rebase(run: RunContext, source: Member) -> None:
     """Start the log again from a worker's state, and say so: no finished step is lost, but some cannot be restored."""
     lsn, tensors = run.crew.ask(source, "tensors")
     run.checkpointers.ask("rebase", lsn, tensors)
-    run.chain.add_event(f"gap-{lsn:012d}", {"lsn": lsn, "reason": "the records' holders died together"})
+    run.notebook.event(f"gap-{lsn:012d}", {"lsn": lsn, "reason": "the records' holders died together"})
     run.tell(f"records before step {lsn} are lost with their holders; the log goes on from a base at {lsn}")
 
 
@@ -77,12 +77,13 @@ def load_state(run: RunContext, healing: Healing | None, finished: int, how: str
 def _load_exact(run: RunContext, complete: int) -> int:
     """Load the state at the last compressor snapshot; recomputed records will be compared with the logged ones."""
     snapshot = best_snapshot(run.chain, complete)
-    lsn = snapshot.lsn if snapshot else 0
+    origin = run.chain.manifest.origin
+    lsn = snapshot.lsn if snapshot else origin.step if origin else 0
     run.checkpointers.ask("expect_recomputed", lsn)
-    if snapshot is None:  # at the start every residual is zero
-        _send_state(run, 0, None)
-        return 0
-    parts = run.checkpointers.ask_one(0, "residual", snapshot.generation, lsn, range(snapshot.slices))
+    if snapshot is None:  # at the start, a fork's too, every residual is zero
+        _send_state(run, lsn, None)
+        return lsn
+    parts = run.checkpointers.ask_one(0, "residual", snapshot)
     members = run.crew.members
     if run.recipe.residual == "replicated":
         _send_state(run, lsn, np.concatenate([parts[number] for number in range(snapshot.slices)]))

@@ -10,13 +10,13 @@ from everstep.actors import session
 from everstep.actors.context import RunSpec
 from everstep.actors.environment import NAMESPACE, ray, start
 from everstep.actors.fault_handler import FaultHandler
-from everstep.actors.spec import actor_name, recipe_of
+from everstep.actors.spec import actor_name, key_id_of, recipe_of, store_of
 from everstep.core import clock
 from everstep.core.errors import RunExists, RunFailed, SettingsError
 from everstep.platform.settings import JobSettings, differences, from_dict, to_dict
 from everstep.platform.tuner import derive_intervals
 from everstep.storage.chain import Chain
-from everstep.storage.store import absolute, open_store, probe
+from everstep.storage.store import absolute, probe
 from everstep.tasks import build_dataset
 from everstep.training.blueprint import Blueprint
 
@@ -82,7 +82,7 @@ class Handle:
                 clock.sleep(0.5)
 
 
-def launch(settings: JobSettings, *, resume: str | None) -> Handle:
+def launch(settings: JobSettings, *, resume: str | None, at: int | None = None) -> Handle:
     """Start a run, or go on with one, and return its handle.
 
     Everything that can be refused is refused here, before a process is started.
@@ -90,6 +90,7 @@ def launch(settings: JobSettings, *, resume: str | None) -> Handle:
     Args:
         settings: the whole job, named.
         resume: None to start; "resume" or "exact" to go on from the log.
+        at: with `resume`, go back to this step and on another way from there.
 
     Raises:
         UserError: the job cannot be run as it is.
@@ -101,8 +102,9 @@ def launch(settings: JobSettings, *, resume: str | None) -> Handle:
         raise SettingsError(
             'run.store "memory:" lives in one process, a run has several', hint='use "file:./everstep-runs"'
         )
-    store = open_store(settings.run.store)
+    store = store_of(settings)
     probe(store)
+    key_id_of(settings)
     if resume is None:
         resume = _existing(settings, store)
     blueprint = Blueprint(recipe_of(settings))
@@ -115,9 +117,11 @@ def launch(settings: JobSettings, *, resume: str | None) -> Handle:
     layout = blueprint.layout
     intervals = derive_intervals(settings, layout.size, len(layout.shards))
     own = session.connect(settings)
+    copies = settings.workers.size if settings.compression.residual == "survivor" else 1
     spec = RunSpec(
-        to_dict(settings), resume, len(layout.ranges), blueprint.exactness, intervals, os.getpid() if own else None
-    )
+        to_dict(settings), resume, len(layout.ranges), blueprint.exactness, intervals, 4 * layout.size * copies,
+        os.getpid() if own else None, at,
+    )  # fmt: skip
     name = actor_name(settings.run.name or "", "handler")
     _clear(name)
     handler = start(FaultHandler, spec, name=name, get_if_exists=True)
@@ -138,7 +142,8 @@ def _with(settings: JobSettings, *, store: str) -> JobSettings:
 
 def _existing(settings: JobSettings, store: Any) -> str | None:
     """Return how to go on with a run of this name: None if there is none; a run with other settings is refused."""
-    if settings.run.name not in Chain.runs(store):
+    assert settings.run.name is not None
+    if not Chain.exists(store, settings.run.name):
         return None
     old = from_dict(Chain.open(store, settings.run.name).manifest.settings)
     differing = [key for key in differences(old, settings) if key != "run.store"]

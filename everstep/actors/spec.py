@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.core.errors import EverstepError
+from everstep.core.errors import EverstepError, SettingsError
 from everstep.platform.settings import JobSettings
 from everstep.platform.tuner import Intervals
+from everstep.storage.store import Store, open_store
 from everstep.training.recipe import Recipe
 
 
@@ -28,6 +29,7 @@ def recipe_of(settings: JobSettings) -> Recipe:
         global_size=settings.batch.global_size,
         micro_shards=settings.batch.micro_shards,
         loader_workers=settings.batch.loader_workers,
+        skips=settings.batch.skips,
         optimizer=settings.optimizer.name,
         optimizer_options=settings.optimizer.options,
         scheduler=scheduler.name if scheduler else None,
@@ -41,6 +43,30 @@ def recipe_of(settings: JobSettings) -> Recipe:
         on_nonfinite=settings.run.on_nonfinite,
         digest_every=settings.run.digest_every if settings.checkpoint.actors else 0,
     )
+
+
+def store_of(settings: JobSettings) -> Store:
+    """Open the store of a job."""
+    return open_store(settings.run.store, endpoint=settings.store.endpoint, region=settings.store.region)
+
+
+def key_id_of(settings: JobSettings) -> str:
+    """Return the id of the key that a job's objects are encrypted with; "" for none.
+
+    Raises:
+        SettingsError: the job asks for encryption and the environment holds no key, or one that cannot be used.
+    """
+    if settings.store.encryption == "none":
+        return ""
+    from everstep.storage.encrypted import FILE_VARIABLE, VARIABLE, load_key  # cryptography, for those who use it
+
+    key = load_key()
+    if key is None:
+        raise SettingsError(
+            f"store.encryption = {settings.store.encryption!r}, but there is no key in the environment",
+            hint=f"set {VARIABLE} (32 bytes in base64) or {FILE_VARIABLE} here and on every node",
+        )
+    return key.id
 
 
 @dataclass(frozen=True)

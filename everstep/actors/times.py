@@ -35,6 +35,11 @@ class Times:
         last = list(self.steps)[-20:]
         return statistics.median(last) if last else None
 
+    def recent_stall(self) -> float | None:
+        """Return what a step waited for the log, on average over the last hundred."""
+        last = list(self.stalls)[-100:]
+        return statistics.fmean(last) if last else None
+
     def step_after(self, wall: float) -> float | None:
         """Return when the first step was finished after `wall`, or None if none was yet."""
         ends = list(self.ends)

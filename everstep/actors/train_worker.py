@@ -12,15 +12,16 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pyarrow as pa
 import torch
 
 from everstep.actors.environment import NAMESPACE, actor, control, ray
 from everstep.actors.injector import Injector, kill_tree
 from everstep.actors.moving import from_arrays, to_arrays
+from everstep.actors.notebook import Notebook
 from everstep.actors.process_group import ProcessGroup, connect
 from everstep.actors.sender import Sender
-from everstep.actors.spec import Formation, Formed, RunResult, WorkerSpec, actor_name, recipe_of
+from everstep.actors.snapshots import Snapshots
+from everstep.actors.spec import Formation, Formed, RunResult, WorkerSpec, actor_name, recipe_of, store_of
 from everstep.actors.state_transfer import delta_crc, give_state, take_state
 from everstep.actors.times import Times
 from everstep.compressors import build_compressor
@@ -28,14 +29,14 @@ from everstep.core import clock
 from everstep.core.errors import EverstepError, Interruption, RunFailed
 from everstep.platform.settings import from_dict
 from everstep.storage.chain import Chain
-from everstep.storage.store import open_store
 from everstep.tasks import build_dataset
 from everstep.training.blueprint import Blueprint
 from everstep.training.data import BatchLoader
 from everstep.training.evaluate import evaluate
 from everstep.training.exchange import Exchange, Tail
+from everstep.training.history import evaluation_name
 from everstep.training.record import StepResult
-from everstep.training.state import combine_digests, tensor_bytes
+from everstep.training.state import combine_digests
 from everstep.training.train_step import TrainStep
 
 
@@ -79,10 +80,13 @@ class TrainWorker:
         self.blueprint.model.to(self.device)
         self.state = self.blueprint.live_state()
         self.loader = self._make_loader()
-        self.chain = Chain.open(open_store(run.store), run.name or "")
+        self.chain = Chain.open(store_of(self.settings), run.name or "")
+        self.notebook = Notebook(lambda: self.chain)
         self.injector = Injector(self.settings.faults, self.chain, self._strike)
         self.sender = Sender(self.blueprint.layout, self.spec.shards, check.window, check.queue_bytes, self.injector.at)
         self.train_step = self._make_step()
+        replicated, every = self.blueprint.recipe.residual == "replicated", self.spec.compressor_interval
+        self.snapshots = Snapshots(self.sender, self.train_step.exchange, replicated=replicated, every=every)
         self._check = int(combine_digests(self.state.tensor_digests())[:15], 16)
 
     def _make_loader(self) -> BatchLoader:
@@ -90,7 +94,7 @@ class TrainWorker:
         batch = self.settings.batch
         loader = BatchLoader(
             dataset, seed=self.settings.run.seed, global_size=batch.global_size, micro_shards=batch.micro_shards,
-            workers=batch.loader_workers, collate=getattr(self.blueprint.task, "collate", None),
+            workers=batch.loader_workers, collate=getattr(self.blueprint.task, "collate", None), skips=batch.skips,
         )  # fmt: skip
         self._samples = len(dataset)  # type: ignore[arg-type]  # sized, checked when built
         return loader
@@ -109,6 +113,11 @@ class TrainWorker:
     # ---- control: answered at any time ----
 
     @control
+    def retune(self, compressor_interval: int) -> None:
+        """Take compressor snapshots at another interval from now on."""
+        self.snapshots.every = compressor_interval
+
+    @control
     def status(self) -> dict[str, Any]:
         """Return where this worker stands."""
         if self._unbuilt is not None:
@@ -125,6 +134,8 @@ class TrainWorker:
             "beats": self.train_step.beats,
             "loss": self.loss[1],
             "step_s": self.times.recent(),
+            "stall_s": self.times.recent_stall(),
+            "snapshot_s": self.snapshots.seconds,
         }
 
     @control
@@ -286,7 +297,7 @@ class TrainWorker:
             self._last = result
             stalled = self.sender.stalled
             self.sender.offer(result, complete)
-            self._snapshot(lsn)
+            self.snapshots.take(lsn, self.formation, self.checkpointers)
             self._count(result, started, self.sender.stalled - stalled)
             every = self.settings.eval.every
             if every and lsn % every == 0:
@@ -301,29 +312,16 @@ class TrainWorker:
         self.loss = (loss if result.lsn == 1 else self.loss[0], loss)
         self.times.add(clock.monotonic() - started, stalled, clock.wall())
 
-    def _snapshot(self, lsn: int) -> None:
-        """Hand this worker's slice of the residual to a checkpoint actor, on the steps that keep one."""
-        every, residual = self.spec.compressor_interval, self.train_step.exchange.residual
-        if residual is None or not every or lsn % every or not self.checkpointers or self.formation is None:
-            return
-        started = clock.monotonic()
-        place, size = self.formation.world_rank, self.formation.world_size
-        part = residual
-        if self.blueprint.recipe.residual == "replicated":
-            part = residual[residual.numel() * place // size : residual.numel() * (place + 1) // size]
-        data = pa.py_buffer(bytes(tensor_bytes(part)))
-        self.sender.offer_residual(lsn, place, data)
-        self.sender.stalled += clock.monotonic() - started
-
     def _evaluate(self) -> None:
         assert self.group is not None
         settings = self.settings
         if self._validation is None:
             self._validation = build_dataset(self.blueprint.task, settings.eval.split)
         values = evaluate(self.blueprint, self._validation, self.group, self.device, self.train_step.beat)
-        found = {"lsn": self.state.lsn, "split": settings.eval.split, **values}
+        lsn, generation = self.state.lsn, self.chain.manifest.generation
         if self.group.world_rank == 0:
-            self.chain.add_event(f"eval-{self.state.lsn:012d}", found)
+            body = {"lsn": lsn, "generation": generation, "split": settings.eval.split, **values}
+            self.notebook.event(evaluation_name(lsn, generation), body)
 
     def _lsn(self) -> int:
         return self.state.lsn if self._whole and not self.train_step.torn else -1

@@ -51,6 +51,7 @@ EMPTY = BeforeValidator(_none)
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 AutoInt = Annotated[int | Literal["auto"], BeforeValidator(_auto)]
 
 
@@ -147,6 +148,7 @@ class BatchSettings(Section):
     global_size: Count = 16
     micro_shards: Count = 4
     loader_workers: Amount = 0
+    skips: tuple[tuple[Amount, Count], ...] = Field(default=(), strict=False)  # (step, batches left out after it)
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
@@ -245,6 +247,13 @@ class CheckpointSettings(Section):
     storage_timeout_s: Positive = 60.0
     on_storage_loss: Literal["stop", "continue"] = "stop"
     on_total_loss: Literal["exact", "resume"] = "exact"
+    keep_rounds: Count = 3  # the newest rounds stay,
+    keep_every: Amount = 0  # of the older ones each so-manieth for ever (0 = none),
+    keep_hours: NotNegative = 1.0  # and all segments younger than this
+    gc_age_s: NotNegative = 3600.0  # nothing younger is deleted
+    tuner: Literal["waste", "lowdiff", "off"] = "waste"
+    overhead_budget: Annotated[float, Field(gt=0, lt=1)] = 0.01  # of training time
+    recovery_s: Positive = 60.0  # the longest that replaying segments may take
 
     @model_validator(mode="after")
     def _owners(self) -> Self:
@@ -258,10 +267,11 @@ class CheckpointSettings(Section):
 
 
 class StoreSettings(Section):
-    """`[store]`: where an S3 store answers; credentials come from the environment."""
+    """`[store]`: where an S3 store answers and whether objects are encrypted; secrets come from the environment."""
 
     endpoint: Annotated[str | None, EMPTY] = None
     region: Annotated[str | None, EMPTY] = None
+    encryption: Literal["none", "aes-gcm"] = "none"  # the key comes from the environment, too
 
 
 class FaultSettings(Section):

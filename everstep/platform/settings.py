@@ -37,8 +37,14 @@ from everstep.platform.sections import WorkerSettings as WorkerSettings
 
 RESUMABLE = frozenset({"run.steps", "run.store", "workers.*", "checkpoint.*", "store.*", "eval.*", "faults"})
 """Keys that may change on resume; `section.*` is every key of a section, less `FIXED`."""
-FIXED = frozenset({"checkpoint.shards"})
+FIXED = frozenset({"checkpoint.shards", "store.encryption"})
 """Keys that stay for the life of a run although their section is in `RESUMABLE`: the log is written by shard."""
+
+FORK_FIXED = frozenset(
+    {"task.name", "optimizer.name", "batch.global_size", "batch.skips", "checkpoint.shards", "run.store"}
+    | {"store.encryption"}
+)
+"""Keys that stay in a fork: the parent's log, or the cursor in its data, is read under them."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), faults: Sequence[str] = ()) -> JobSettings:
@@ -120,6 +126,30 @@ def changed_for_resume(old: JobSettings, overrides: Sequence[str], faults: Seque
                 f"without {', '.join(sorted(FIXED))}",
             )
     return new
+
+
+def changed_for_fork(old: JobSettings, name: str, overrides: Sequence[str]) -> JobSettings:
+    """Return `old` under another name with the overrides applied, if its log can be gone on with under the result.
+
+    Raises:
+        SettingsError: an override is wrong, or changes what the state or its place in the data depends on.
+    """
+    where = f"fork {name} of run {old.run.name}"
+    new = _build(_changed(to_dict(old), [*overrides, f"run.name={name}"], ()), where)
+    for key in differences(old, new):
+        if key in FORK_FIXED:
+            raise SettingsError(
+                f"{where}: {key} cannot change in a fork",
+                hint=f"leave it as it was, or start a new run; a fork keeps {', '.join(sorted(FORK_FIXED))}",
+            )
+    return new
+
+
+def gone_back(settings: JobSettings, step: int, batches: int) -> JobSettings:
+    """Return the settings of a run that goes back to `step` and leaves out the next `batches` there."""
+    kept = tuple(skip for skip in settings.batch.skips if skip[0] < step)
+    skips = (*kept, (step, batches)) if batches else kept
+    return settings.model_copy(update={"batch": settings.batch.model_copy(update={"skips": skips})})
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

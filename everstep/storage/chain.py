@@ -6,9 +6,10 @@ A writer trusts its tenure only as far as its last look: it puts an object, look
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, cast
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast
 
 import pyarrow as pa
 
@@ -17,16 +18,37 @@ from everstep.core.errors import ChainError, RunExists, SettingsError, StoreErro
 from everstep.core.ids import new_id
 from everstep.core.registry import nearest
 from everstep.storage import events, manifests
-from everstep.storage.keys import BaseKey, CompressorKey, DataKey, ManifestKey, SegmentKey, facts, is_name, parse
+from everstep.storage.keys import (
+    BaseKey,
+    CompressorKey,
+    DataKey,
+    ManifestKey,
+    SegmentKey,
+    facts,
+    inside,
+    is_name,
+    parse,
+)
 from everstep.storage.listing import Listing
-from everstep.storage.manifest import Manifest, Span, plain
+from everstep.storage.manifest import Base, Manifest, Span, plain
 from everstep.storage.objects import Header, StoredObject, crc_of, decode, encode
-from everstep.storage.store import Store
-from everstep.storage.takeover import Cut, clips, cut_compressor, cut_lineage
+from everstep.storage.store import Pace, Store
+from everstep.storage.takeover import Cut, clips, cut_changes, holds
 
 __all__ = ["Chain", "Listing"]
 
 _TRIES = 32  # each lost race means that somebody else got further, so this many in a row is no race
+
+
+K = TypeVar("K", bound=DataKey)
+
+
+@dataclass(frozen=True)
+class Encoded(Generic[K]):
+    """An object that is ready to be put: its name and its bytes."""
+
+    key: K
+    data: pa.Buffer
 
 
 class Chain:
@@ -39,10 +61,11 @@ class Chain:
     """
 
     def __init__(self, store: Store, run: str, manifest: Manifest) -> None:
-        self.store = store
+        self.store = _sealed(store, manifest.key_id)
         self.run = run
         self.manifest = manifest
         self._writer = new_id()
+        self._lock = threading.Lock()  # one update at a time
         self._tails: dict[int, dict[int, str]] = {}  # by shard: checksums of the segments written, by last lsn
 
     @staticmethod
@@ -51,15 +74,37 @@ class Chain:
         names = (info.key.partition("/") for info in store.list(""))
         return sorted({run for run, _, path in names if isinstance(parse(path), ManifestKey)})
 
+    @staticmethod
+    def exists(store: Store, run: str) -> bool:
+        """Whether there is a run of this name, a deleted one included that forks still use."""
+        return manifests.latest(store, run) is not None
+
     @classmethod
-    def create(cls, store: Store, run: str, *, settings: Mapping[str, Any], shards: int, exactness: str) -> Chain:
+    def create(
+        cls, store: Store, run: str, *, settings: Mapping[str, Any], shards: int, exactness: str, key_id: str = ""
+    ) -> Chain:
         """Start a run: generation 1, whose lineage is one open span a shard from lsn 1.
+
+        Args:
+            store: where it shall live.
+            run: its name.
+            settings: the effective job settings.
+            shards: how many, the step's own included.
+            exactness: what a replay promises.
+            key_id: which key encrypts its objects (`storage.encrypted`); "" for none.
 
         Raises:
             RunExists: there is a run of that name.
             SettingsError: the name cannot be one.
             ChainError: objects of a run lie there without a manifest.
         """
+        lineage = tuple(Span(1, shard, 1, None) for shard in range(shards))
+        return cls.found(store, Manifest(1, run, 1, "open", lineage, plain(settings), exactness, key_id=key_id))
+
+    @classmethod
+    def found(cls, store: Store, first: Manifest) -> Chain:
+        """Start a run with this manifest as its first. Raises as `create`."""
+        run = first.run
         if not is_name(run):
             raise SettingsError(
                 f"run name {run!r}: expected 1 to 200 letters, digits or _ . @ : = + , -", hint="change run.name"
@@ -67,16 +112,20 @@ class Chain:
         listing = Listing.of(run, store.list(f"{run}/"))
         if not listing.versions():
             manifests.check_generations(run, listing, 0)
-        lineage = tuple(Span(1, shard, 1, None) for shard in range(shards))
-        chain = cls(store, run, Manifest(1, run, 1, "open", lineage, plain(settings), exactness))
-        chain.manifest = replace(chain.manifest, writer=chain._writer, created=clock.wall())
+        chain = cls(store, run, first)
+        chain.manifest = replace(first, writer=chain._writer, created=clock.wall())
         if listing.versions() or not manifests.create(store, chain.manifest):
             raise RunExists(f"run {run!r} exists already in {store.url}", hint="resume it, or choose another run.name")
         return chain
 
     @classmethod
-    def open(cls, store: Store, run: str) -> Chain:
+    def open(cls, store: Store, run: str, *, deleted_too: bool = False) -> Chain:
         """Open a run as its highest manifest describes it, to read or to take over.
+
+        Args:
+            store: where it lives.
+            run: its name.
+            deleted_too: open it also if it was deleted and only waits for forks to let go of it.
 
         Raises:
             UnknownName: no run of that name.
@@ -86,7 +135,9 @@ class Chain:
         listing = Listing.of(run, store.list(f"{run}/"))
         manifest = manifests.latest(store, run)
         manifests.check_generations(run, listing, manifest.generation if manifest else 0)
-        if manifest is None:
+        if manifest is not None and manifest.state == "claim":
+            manifests.check_claim(manifest, listing)
+        if manifest is None or (manifest.state == "deleted" and not deleted_too):
             known = cls.runs(store)
             close = nearest(run, known)
             raise UnknownName(
@@ -125,17 +176,15 @@ class Chain:
         """
         chain = cls.open(store, run)
         clips(chain.manifest, chain.listing(), cut=cut, at=at)
-        chain._claim()
+        chain.fence()
         listing = chain.listing()  # after the claim: a fenced writer's later objects lie behind the cut
         clip = clips(chain.manifest, listing, cut=cut, at=at)
-        chain.update(
-            state="open",
-            lineage=cut_lineage(chain.manifest, listing, chain.manifest.generation, clip),
-            settings=chain.manifest.settings if settings is None else plain(settings),
-            exactness=exactness or chain.manifest.exactness,
-            compressor=cut_compressor(chain.manifest, cut, clip),
-            closing=None,
-        )
+        changes = cut_changes(chain.manifest, listing, cut, clip)
+        if settings is not None:
+            changes["settings"] = plain(settings)
+        if exactness is not None:
+            changes["exactness"] = exactness
+        chain.update(state="open", **changes)
         return chain
 
     @classmethod
@@ -166,23 +215,66 @@ class Chain:
         """
         key = SegmentKey(self.manifest.generation, shard, first, last)
         tails = self._tails.get(shard, {})  # by lsn, so that a repeated put has the same parent and the same bytes
-        crc = self._put(key, batches, parent=tails.get(first - 1, ""))
+        crc = self.put(self._encoded(key, batches, parent=tails.get(first - 1, "")))
         self._tails[shard] = {end: tail for end, tail in tails.items() if end >= first - 1} | {last: crc}
         return key
 
+    def tails(self) -> dict[int, tuple[int, str]]:
+        """Return, by shard, last lsn and checksum of the last segment that this object wrote."""
+        return {shard: max(written.items()) for shard, written in dict(self._tails).items() if written}
+
     def put_base(self, shard: int, lsn: int, batches: Sequence[pa.RecordBatch]) -> BaseKey:
         """Store one shard's state at `lsn`, under a fresh id. Raises as `put_segment`."""
-        key = BaseKey(self.manifest.generation, shard, lsn, new_id())
-        self._put(key, batches)
-        return key
+        base = self.prepare_base(shard, lsn, batches)
+        self.put(base)
+        return base.key
+
+    def prepare_base(self, shard: int, lsn: int, batches: Sequence[pa.RecordBatch]) -> Encoded[BaseKey]:
+        """Return one shard's state at `lsn` as an object to `put`, under a fresh id; the batches are copied."""
+        return self._encoded(BaseKey(self.manifest.generation, shard, lsn, new_id()), batches)
+
+    def put(self, encoded: Encoded[Any], *, pace: Pace | None = None) -> str:
+        """Store an encoded object, as fast as `pace` lets it, and return its checksum. Raises as `put_segment`."""
+        where = inside(self.run, encoded.key)
+        if not manifests.create_object(self.store, where, encoded.data, pace=pace):
+            self.check_tenure()
+            raise StoreError(
+                f"{self.store.url}: object {where} exists with other content; generation "
+                f"{encoded.key.generation} must have one writer a shard",
+                hint="take the run over (everstep resume) so that one writer owns it",
+            )
+        return crc_of(encoded.data)
+
+    def proved(self, key: BaseKey) -> Base:
+        """Read a base back and return what a manifest says of it, but for its round. Raises as `read`."""
+        stored = self.read(key)
+        return Base(key.generation, key.shard, key.lsn, key.id, -1, stored.crc, stored.size)
+
+    def name_bases(self, proved: Iterable[Base]) -> None:
+        """Name bases in the manifest, each in its shard's next round; what was dropped or cut off is left out.
+
+        Raises:
+            Fenced: a newer generation owns the log.
+            StoreError: the store failed.
+        """
+        found = tuple(proved)
+        self.update(lambda manifest: _with_bases(manifest, found))
 
     def put_compressor(
         self, lsn: int, slice: int, batches: Sequence[pa.RecordBatch], extra: Mapping[str, str]
     ) -> CompressorKey:
         """Store one slice of the compressor state at `lsn`; `extra` goes into its header. Raises as `put_segment`."""
         key = CompressorKey(self.manifest.generation, lsn, slice)
-        self._put(key, batches, extra=extra)
+        self.put(self._encoded(key, batches, extra=extra))
         return key
+
+    def fence(self) -> None:
+        """Claim the next generation: every writer of the run finds out before it acknowledges anything more."""
+        for _ in range(_TRIES):
+            if self._write_next({"generation": self.manifest.generation + 1, "state": "claim"}):
+                return
+            self.manifest = manifests.latest(self.store, self.run) or self.manifest
+        raise manifests.lost_races(self.run, _TRIES)
 
     def check_tenure(self) -> None:
         """Look for a newer generation; adopt newer manifests of the own one.
@@ -191,18 +283,27 @@ class Chain:
             Fenced: there is a newer generation.
             ChainError: the manifests were removed.
         """
-        if manifests.highest(self.store, self.run) != self.manifest.version:
+        if not manifests.is_highest(self.store, self.run, self.manifest.version):
             self._adopt(manifests.latest(self.store, self.run))
 
-    def update(self, **changes: Any) -> Manifest:
-        """Write the next manifest of the own generation, with these fields changed.
+    def update(self, change: Callable[[Manifest], Mapping[str, Any]] | None = None, **changes: Any) -> Manifest:
+        """Write the next manifest of the own generation, with some fields changed.
+
+        Args:
+            change: returns what to change in a manifest; asked again when another was faster. Nothing: none is written.
+            changes: fields with their new values, whatever they were.
 
         Raises:
             Fenced: a newer generation owns the log.
             StoreError: the store failed.
         """
+        with self._lock:
+            return self._update(change, changes)
+
+    def _update(self, change: Callable[[Manifest], Mapping[str, Any]] | None, changes: Mapping[str, Any]) -> Manifest:
         for _ in range(_TRIES):
-            if self._write_next(changes):
+            wanted = {**(change(self.manifest) if change else {}), **changes}
+            if (change and not wanted) or self._write_next(wanted):
                 return self.manifest
             self._adopt(manifests.latest(self.store, self.run))
         raise manifests.lost_races(self.run, _TRIES)
@@ -211,13 +312,16 @@ class Chain:
         """Store that something happened, once in the run; False if that is stored already."""
         return events.add(self.store, self.run, name, body)
 
-    def events(self) -> dict[str, dict[str, Any]]:
-        """Return the body of every event, by name."""
-        return events.read_all(self.store, self.run)
+    def events(self, prefix: str = "") -> dict[str, dict[str, Any]]:
+        """Return the body of every event whose name starts with `prefix`, by name."""
+        return events.read_all(self.store, self.run, prefix)
 
     def listing(self) -> Listing:
-        """Look at all objects of the run."""
-        return Listing.of(self.run, self.store.list(f"{self.run}/"))
+        """Look at all objects of the run, and at those of the runs that it was forked from."""
+        own = Listing.of(self.run, self.store.list(f"{self.run}/"))
+        for run in self.manifest.origins:
+            own = own.joined(run, Listing.of(run, self.store.list(f"{run}/g")))
+        return own
 
     def read(self, key: DataKey) -> StoredObject:
         """Fetch and verify an object, its header against what its name says.
@@ -227,28 +331,11 @@ class Chain:
             CorruptObject: it is damaged, or belongs elsewhere.
             FormatTooNew: a later everstep wrote it.
         """
-        where = f"{self.run}/{key.path}"
-        return decode(self.store.get(where), where=where, expect={"run": self.run, **facts(key)})
+        where = inside(self.run, key)
+        return decode(self.store.get(where), where=where, expect={"run": key.run or self.run, **facts(key)})
 
-    def _put(self, key: DataKey, batches: Sequence[pa.RecordBatch], **more: Any) -> str:
-        """Create the object and return its checksum."""
-        header = Header(run=self.run, **cast(dict[str, Any], facts(key)), **more)
-        data = encode(header, batches)
-        if not manifests.create_object(self.store, f"{self.run}/{key.path}", data):
-            self.check_tenure()
-            raise StoreError(
-                f"{self.store.url}: object {self.run}/{key.path} exists with other content; generation "
-                f"{key.generation} must have one writer a shard",
-                hint="take the run over (everstep resume) so that one writer owns it",
-            )
-        return crc_of(data)
-
-    def _claim(self) -> None:
-        for _ in range(_TRIES):
-            if self._write_next({"generation": self.manifest.generation + 1, "state": "claim"}):
-                return
-            self.manifest = manifests.latest(self.store, self.run) or self.manifest
-        raise manifests.lost_races(self.run, _TRIES)
+    def _encoded(self, key: K, batches: Sequence[pa.RecordBatch], **more: Any) -> Encoded[K]:
+        return Encoded(key, encode(Header(run=self.run, **cast(dict[str, Any], facts(key)), **more), batches))
 
     def _write_next(self, changes: Mapping[str, Any]) -> bool:
         following = {"version": self.manifest.version + 1, "writer": self._writer, "created": clock.wall()}
@@ -268,3 +355,25 @@ class Chain:
         if latest.generation > self.manifest.generation:
             raise manifests.fenced(self.manifest.generation, latest)
         self.manifest = latest
+
+
+def _sealed(store: Store, key_id: str) -> Store:
+    """Return the store as a run sees it whose objects are encrypted with this key ("" for none)."""
+    if not key_id:
+        return store
+    from everstep.storage.encrypted import sealed  # cryptography, for those who use it
+
+    return sealed(store, key_id)
+
+
+def _with_bases(manifest: Manifest, proved: Sequence[Base]) -> dict[str, Any]:
+    """Return what naming these bases changes. A shard's bases are named in order: what comes late was named before."""
+    bases = list(manifest.bases)
+    for base in sorted(proved, key=lambda base: base.lsn):
+        mine = [other for other in bases if other.shard == base.shard]
+        newest = max((other.lsn for other in mine), default=-1)
+        if base.lsn > newest and base.key.path not in manifest.dropped and holds(manifest.lineage, base):
+            bases.append(replace(base, round=1 + max((other.round for other in mine), default=-1)))
+    if len(bases) == len(manifest.bases):
+        return {}
+    return {"bases": tuple(sorted(bases, key=lambda base: (base.shard, base.lsn, base.round)))}

@@ -22,14 +22,14 @@ def add(store: Store, run: str, name: str, body: Mapping[str, Any]) -> bool:
     return create_object(store, f"{run}/{EventKey(name).path}", data)
 
 
-def read_all(store: Store, run: str) -> dict[str, dict[str, Any]]:
-    """Return the body of every event, by name.
+def read_all(store: Store, run: str, prefix: str = "") -> dict[str, dict[str, Any]]:
+    """Return the body of every event whose name starts with `prefix`, by name.
 
     Raises:
         CorruptObject: one of them is not what `add` wrote.
     """
     found: dict[str, dict[str, Any]] = {}
-    for info in store.list(f"{run}/{EVENTS}"):
+    for info in store.list(f"{run}/{EVENTS}{prefix}"):
         key = parse(info.key.removeprefix(f"{run}/"))
         if not isinstance(key, EventKey):
             continue

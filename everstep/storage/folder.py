@@ -11,11 +11,13 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 
+from everstep.core import clock
 from everstep.core.errors import ObjectExists, ObjectMissing, StoreError, StoreFull
 from everstep.core.ids import new_id
-from everstep.storage.store import Buffer, ObjectInfo, check_key
+from everstep.storage.store import Buffer, ObjectInfo, Pace, check_key
 
 TEMPORARY = ".tmp"
+PACED_WRITE = 1 << 20
 STEPS = ("created", "written", "synced", "linked", "unlinked", "folder_synced")
 
 
@@ -38,7 +40,7 @@ class FolderStore:
         self.trace = trace
         self._durable: set[str] = set()
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: Buffer, *, pace: Pace | None = None) -> None:
         """Create the object; see `Store.put`."""
         name = self._file(check_key(key))
         temporary = os.path.join(self.root, TEMPORARY, new_id())
@@ -47,7 +49,7 @@ class FolderStore:
             self._make_folder(os.path.dirname(name))
             created = False
             if not os.path.lexists(name):
-                self._write(temporary, key, memoryview(data).cast("B"))
+                self._write(temporary, key, memoryview(data).cast("B"), pace)
                 created = self._link(temporary, name, key)
             if not created:
                 _sync(os.path.dirname(name))  # its writer may have died before it did this
@@ -68,14 +70,14 @@ class FolderStore:
         except OSError as error:
             raise self._failure("read", key, error) from error
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
         """Return the objects under `prefix`; see `Store.list`."""
         *parts, _ = prefix.split("/")
         if any(not part or part.startswith(".") for part in parts):
             return []  # no key looks like that
         folder = "/".join(parts)
         try:
-            found = self._walk(folder + "/" if folder else "", prefix)
+            found = self._walk(folder + "/" if folder else "", prefix, after)
             return sorted(found, key=lambda entry: entry.key)
         except OSError as error:
             raise self._failure("list", prefix, error) from error
@@ -87,17 +89,36 @@ class FolderStore:
         except OSError as error:
             raise self._failure("delete", key, error) from error
 
+    def sweep(self, older_than_s: float) -> int:
+        """Remove the temporary files of crashed puts; see `Store.sweep`."""
+        swept, limit = 0, clock.wall() - older_than_s
+        try:
+            with os.scandir(os.path.join(self.root, TEMPORARY)) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):  # its put has ended since
+                        if entry.stat().st_mtime <= limit:
+                            os.unlink(entry.path)
+                            swept += 1
+        except FileNotFoundError:
+            pass  # nothing was ever put here
+        except OSError as error:
+            raise self._failure("sweep", TEMPORARY, error) from error
+        return swept
+
     def _file(self, key: str) -> str:
         return os.path.join(self.root, *key.split("/"))
 
-    def _write(self, temporary: str, key: str, data: memoryview) -> None:
+    def _write(self, temporary: str, key: str, data: memoryview, pace: Pace | None) -> None:
         try:
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
                 self.trace("created", key)
-                done = 0
-                while done < len(data):
-                    done += os.write(handle, data[done:])
+                size = PACED_WRITE if pace else max(1, len(data))
+                for at in range(0, len(data), size):
+                    part = data[at : at + size]
+                    if pace:
+                        pace(len(part))
+                    _write_all(handle, part)
                 self.trace("written", key)
                 os.fsync(handle)
                 self.trace("synced", key)
@@ -150,7 +171,7 @@ class FolderStore:
                 _sync(parent)  # whoever created it may have died before it did this
         self._durable.add(path)
 
-    def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
+    def _walk(self, folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
         try:
             with os.scandir(os.path.join(self.root, folder)) as entries:
                 for entry in entries:
@@ -158,8 +179,10 @@ class FolderStore:
                     if entry.name.startswith(".") or not key.startswith(prefix):
                         continue
                     if entry.is_dir():
-                        yield from self._walk(key + "/", prefix)
-                    else:
+                        inside = key + "/"
+                        if inside > after or after.startswith(inside):  # else all in there is smaller
+                            yield from self._walk(inside, prefix, after)
+                    elif key > after:
                         yield from _describe(key, entry)
         except (FileNotFoundError, NotADirectoryError):
             return  # nothing there, or deleted while we looked
@@ -177,6 +200,11 @@ def _describe(key: str, entry: os.DirEntry[str]) -> Iterator[ObjectInfo]:
     except FileNotFoundError:
         return
     yield ObjectInfo(key, facts.st_size, facts.st_mtime)
+
+
+def _write_all(handle: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(handle, data) :]
 
 
 def _read(handle: int, remaining: int, length: int | None) -> bytes:

@@ -1,14 +1,19 @@
-"""The names of a run's objects: the only place that formats or parses them. Paths are relative to the run."""
+"""The names of a run's objects: the only place that formats or parses them. Paths are relative to the run.
+
+A data key whose `run` is "" belongs to the run that is looked at; a fork's parent is named.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:=+,-]{0,199}")
 MANIFESTS = "manifest/"
 EVENTS = "events/"
+PINS = "pins/"
 
 
 def is_name(text: str) -> bool:
@@ -39,6 +44,7 @@ class SegmentKey:
     shard: int
     first: int
     last: int
+    run: str = ""
 
     def __post_init__(self) -> None:
         _demand(self.generation >= 1 and self.shard >= 0 and 1 <= self.first <= self.last, self)
@@ -57,6 +63,7 @@ class BaseKey:
     shard: int
     lsn: int
     id: str
+    run: str = ""
 
     def __post_init__(self) -> None:
         _demand(self.generation >= 1 and self.shard >= 0 and self.lsn >= 0 and is_name(self.id), self)
@@ -74,6 +81,7 @@ class CompressorKey:
     generation: int
     lsn: int
     slice: int
+    run: str = ""
 
     def __post_init__(self) -> None:
         _demand(self.generation >= 1 and self.lsn >= 0 and self.slice >= 0, self)
@@ -111,13 +119,13 @@ class PinKey:
     @property
     def path(self) -> str:
         """The name relative to the run."""
-        return f"pins/{self.id}.json"
+        return f"{PINS}{self.id}.json"
 
 
 Key: TypeAlias = ManifestKey | SegmentKey | BaseKey | CompressorKey | EventKey | PinKey
 DataKey: TypeAlias = SegmentKey | BaseKey | CompressorKey
 
-_NUMBERED: tuple[tuple[re.Pattern[str], type[ManifestKey] | type[SegmentKey] | type[CompressorKey]], ...] = (
+_NUMBERED: tuple[tuple[re.Pattern[str], Callable[..., ManifestKey | SegmentKey | CompressorKey]], ...] = (
     (re.compile(r"manifest/([0-9]{20,})\.json"), ManifestKey),
     (re.compile(r"g([0-9]{6,})/log/s([0-9]{4,})/([0-9]{12,})-([0-9]{12,})\.arrow"), SegmentKey),
     (re.compile(r"g([0-9]{6,})/comp/([0-9]{12,})/r([0-9]{4,})\.arrow"), CompressorKey),
@@ -133,6 +141,11 @@ def parse(path: str) -> Key | None:
     except ValueError:
         return None
     return key if key is not None and key.path == path else None
+
+
+def inside(run: str, key: DataKey) -> str:
+    """Return the object's name in the store, for whoever looks at `run`."""
+    return f"{key.run or run}/{key.path}"
 
 
 def generation_of(path: str) -> int | None:

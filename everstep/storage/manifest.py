@@ -10,23 +10,30 @@ from typing import Any, Literal, cast
 import google_crc32c
 
 from everstep.core.errors import CorruptObject, FormatTooNew
+from everstep.storage.keys import BaseKey, SegmentKey
 
-FORMAT = 1
+FORMAT = 2  # 2 names bases, what is kept and what is dropped; 1 is read as if it named nothing
 
-State = Literal["claim", "open", "closed"]
+State = Literal["claim", "open", "closed", "deleted"]
 
 
 @dataclass(frozen=True)
 class Span:
     """The lsns `first` to `last` of one shard belong to what `generation` wrote; `last` None = still being written.
 
-    `last` == `first` - 1 is a span without segments: only the base that the generation began from.
+    `last` == `first` - 1 is a span without segments: only the base that the generation began from. `run` is "" for the
+    run's own objects, else the name of the run that a fork has them from.
     """
 
     generation: int
     shard: int
     first: int
     last: int | None
+    run: str = ""
+
+    def wrote(self, key: BaseKey | SegmentKey) -> bool:
+        """Whether the object is one that this span's generation wrote of its shard."""
+        return (key.run, key.generation, key.shard) == (self.run, self.generation, self.shard)
 
     def has_base(self, lsn: int) -> bool:
         """Whether a base of this generation and shard at `lsn` belongs to the run's history."""
@@ -40,6 +47,46 @@ class CompressorSnapshot:
     generation: int
     lsn: int
     slices: int
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base that was read back and found whole after it was written.
+
+    `round` counts a shard's bases from 0; those of all shards with one number are a round. `crc32c` is the object's
+    checksum, `size` in bytes.
+    """
+
+    generation: int
+    shard: int
+    lsn: int
+    id: str
+    round: int
+    crc32c: str
+    size: int
+    run: str = ""
+
+    @property
+    def key(self) -> BaseKey:
+        """The name of the object."""
+        return BaseKey(self.generation, self.shard, self.lsn, self.id, self.run)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The lsns `first` to `last` (None: to the end) whose segments the run keeps, in every shard."""
+
+    first: int
+    last: int | None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a fork comes from: step `step` of `run`."""
+
+    run: str
+    step: int
 
 
 @dataclass(frozen=True)
@@ -55,7 +102,14 @@ class Manifest:
         settings: the effective job settings, plain JSON.
         exactness: "bitwise", "close" or "warm".
         compressor: the complete compressor snapshots, oldest first.
-        closing: of a finished run, at least `last_lsn`; else None.
+        closing: of a finished run: `last_lsn`, the state's `digest`, and `tails`, by shard the checksum of the segment
+            that ends there ("" where the log ends in a base); else None.
+        bases: the verified bases that are kept, by shard and lsn.
+        kept: the lsns whose segments are kept, ascending.
+        dropped: names of own objects that nobody may use any more: they are about to be deleted.
+        origin: of a fork, what it was forked from; else None.
+        key_id: which key the run's objects are encrypted with; "" for none.
+        oldest: the lowest manifest version that has to be there.
         writer: id of the process that wrote it, so that it can recognise its own.
         created: seconds since the epoch.
         format: version of this layout.
@@ -70,9 +124,22 @@ class Manifest:
     exactness: str
     compressor: tuple[CompressorSnapshot, ...] = ()
     closing: dict[str, Any] | None = None
+    bases: tuple[Base, ...] = ()
+    kept: tuple[Kept, ...] = (Kept(1, None),)
+    dropped: tuple[str, ...] = ()
+    origin: Origin | None = None
+    key_id: str = ""
+    oldest: int = 1
     writer: str = ""
     created: float = 0.0
     format: int = field(default=FORMAT)
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The other runs whose objects this one uses."""
+        runs = {span.run for span in self.lineage} | {base.run for base in self.bases}
+        runs |= {snapshot.run for snapshot in self.compressor}
+        return tuple(sorted(runs - {""}))
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -85,7 +152,7 @@ class Manifest:
         return (json.dumps(body | {"crc32c": _checksum(body)}, indent=2) + "\n").encode()
 
     @classmethod
-    def from_json(cls, data: bytes, *, where: str = "manifest") -> Manifest:
+    def from_json(cls, data: bytes | bytearray, *, where: str = "manifest") -> Manifest:
         """Read what `to_json` wrote; `where` is its name, for messages.
 
         Raises:
@@ -106,11 +173,16 @@ class Manifest:
                 hint="upgrade everstep to read this run",
             )
         try:
-            body["lineage"] = tuple(Span(**span) for span in body["lineage"])
-            body["compressor"] = tuple(CompressorSnapshot(**snapshot) for snapshot in body["compressor"])
-            return cls(**body)
+            body |= {name: tuple(kind(**item) for item in body[name]) for name, kind in _LISTS.items() if name in body}
+            if body.get("origin") is not None:
+                body["origin"] = Origin(**body["origin"])
+            body["dropped"] = tuple(body.get("dropped", ()))
+            return cls(**body | {"format": FORMAT})
         except (KeyError, TypeError) as error:
             raise _corrupt(where, f"its checksum is right but its fields are not a manifest's ({error!r})") from error
+
+
+_LISTS: dict[str, type] = {"lineage": Span, "compressor": CompressorSnapshot, "bases": Base, "kept": Kept}
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,16 +8,16 @@ from everstep.core.errors import ChainError, CorruptObject, Fenced, ObjectExists
 from everstep.storage.keys import MANIFESTS, ManifestKey
 from everstep.storage.listing import Listing
 from everstep.storage.manifest import Manifest
-from everstep.storage.store import Buffer, Store
+from everstep.storage.store import Buffer, Pace, Store
 
 
-def create_object(store: Store, key: str, data: Buffer) -> bool:
-    """Create an object; False if other bytes have the name.
+def create_object(store: Store, key: str, data: Buffer, *, pace: Pace | None = None) -> bool:
+    """Create an object, as fast as `pace` lets it; False if other bytes have the name.
 
     Equal bytes there are our own put whose answer was lost.
     """
     try:
-        store.put(key, data)
+        store.put(key, data, pace=pace)
     except ObjectExists:
         try:
             return bool(pa.py_buffer(store.get(key)).equals(pa.py_buffer(data)))
@@ -27,38 +27,42 @@ def create_object(store: Store, key: str, data: Buffer) -> bool:
 
 
 def create(store: Store, manifest: Manifest) -> bool:
-    """Create this manifest; False if another has its version."""
-    return create_object(store, f"{manifest.run}/{ManifestKey(manifest.version).path}", manifest.to_json())
+    """Create this manifest; False if another has its version, or had it and was collected since."""
+    if not create_object(store, f"{manifest.run}/{ManifestKey(manifest.version).path}", manifest.to_json()):
+        return False
+    if is_highest(store, manifest.run, manifest.version):
+        return True
+    # A writer that slept for long may find the name free again: what it wrote there counts for nobody.
+    highest = latest(store, manifest.run)
+    return highest is not None and highest.oldest <= manifest.version
 
 
-def highest(store: Store, run: str) -> int:
-    """Return the highest manifest version of the run, 0 if it has none."""
-    return max(_versions(store, run), default=0)
+def is_highest(store: Store, run: str, version: int) -> bool:
+    """Whether `version` is there and the highest; a look that costs the same however many there are below."""
+    return _versions(store, run, version - 1) == [version]
 
 
 def latest(store: Store, run: str) -> Manifest | None:
     """Read the highest manifest; None if the run has none.
 
     Raises:
-        ChainError: a hole in the version numbers.
+        ChainError: a version is missing that has not been collected.
         CorruptObject: it is damaged or belongs to another run or version.
     """
-    versions = _versions(store, run)
-    if versions != list(range(1, len(versions) + 1)):
-        versions = _versions(store, run)  # a folder read while it grows may show a later entry without an earlier one
-    if not versions:
-        return None
-    if missing := sorted(set(range(1, versions[-1] + 1)) - set(versions)):
-        raise ChainError(
-            f"run {run!r}: manifest versions go up to {versions[-1]}, but {missing[0]} is missing "
-            f"({run}/{ManifestKey(missing[0]).path})",
-            hint="put the removed object back; without it nobody can say which writer owned the log",
-        )
-    where = f"{run}/{ManifestKey(versions[-1]).path}"
+    try:
+        return _latest(store, run)
+    except (ChainError, ObjectMissing):
+        # A folder read while it changes may show a later entry without an earlier one, and what is deleted meanwhile.
+        return _latest(store, run)
+
+
+def read(store: Store, run: str, version: int) -> Manifest:
+    """Read one manifest. Raises CorruptObject if it is damaged or belongs to another run or version."""
+    where = f"{run}/{ManifestKey(version).path}"
     manifest = Manifest.from_json(store.get(where), where=where)
-    if (manifest.run, manifest.version) != (run, versions[-1]):
+    if (manifest.run, manifest.version) != (run, version):
         raise CorruptObject(
-            f"{where} does not fit its name: expected run {run!r} version {versions[-1]}, "
+            f"{where} does not fit its name: expected run {run!r} version {version}, "
             f"got run {manifest.run!r} version {manifest.version}",
             hint="a run cannot be renamed by renaming its folder; give it back its name",
         )
@@ -80,6 +84,16 @@ def check_generations(run: str, listing: Listing, generation: int) -> None:
         )
 
 
+def check_claim(manifest: Manifest, listing: Listing) -> None:
+    """Refuse a claim whose generation has begun to write: the manifest that says from where on was removed.
+
+    Raises:
+        ChainError: names it.
+    """
+    if manifest.generation in listing.generations():
+        raise _missing(manifest.run, manifest.version + 1, manifest.version + 1)
+
+
 def fenced(generation: int, owner: Manifest) -> Fenced:
     """Return the error for a writer of `generation` that found the manifest of a newer one."""
     return Fenced(
@@ -97,5 +111,26 @@ def lost_races(run: str, tries: int) -> StoreError:
     )
 
 
-def _versions(store: Store, run: str) -> list[int]:
-    return Listing.of(run, store.list(f"{run}/{MANIFESTS}")).versions()
+def _versions(store: Store, run: str, above: int = 0) -> list[int]:
+    after = f"{run}/{ManifestKey(above).path}" if above else ""
+    return Listing.of(run, store.list(f"{run}/{MANIFESTS}", after)).versions()
+
+
+def _latest(store: Store, run: str) -> Manifest | None:
+    versions = _versions(store, run)
+    if not versions:
+        return None
+    manifest = read(store, run, versions[-1])
+    there = set(versions)
+    for version in range(manifest.oldest, manifest.version):
+        if version not in there:
+            raise _missing(run, version, manifest.version)
+    return manifest
+
+
+def _missing(run: str, version: int, highest: int) -> ChainError:
+    return ChainError(
+        f"run {run!r}: manifest versions go up to {highest}, but {version} is missing "
+        f"({run}/{ManifestKey(version).path})",
+        hint="put the removed object back; without it nobody can say which writer owned the log",
+    )

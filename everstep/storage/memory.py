@@ -6,7 +6,7 @@ import threading
 
 from everstep.core import clock
 from everstep.core.errors import ObjectExists, ObjectMissing
-from everstep.storage.store import Buffer, ObjectInfo, check_key
+from everstep.storage.store import Buffer, ObjectInfo, Pace, check_key
 
 _named: dict[str, MemoryStore] = {}
 _named_lock = threading.Lock()
@@ -20,8 +20,10 @@ class MemoryStore:
         self._objects: dict[str, tuple[bytes, float]] = {}
         self._lock = threading.Lock()
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: Buffer, *, pace: Pace | None = None) -> None:
         """Create the object; see `Store.put`."""
+        if pace is not None:
+            pace(memoryview(data).nbytes)
         copy = bytes(memoryview(data))
         with self._lock:
             if check_key(key) in self._objects:
@@ -37,16 +39,20 @@ class MemoryStore:
         stop = None if length is None else start + length
         return found[0][start:stop] if start or length is not None else found[0]
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
         """Return the objects under `prefix`; see `Store.list`."""
         with self._lock:
-            found = [(key, *entry) for key, entry in self._objects.items() if key.startswith(prefix)]
+            found = [(key, *entry) for key, entry in self._objects.items() if key.startswith(prefix) and key > after]
         return [ObjectInfo(key, len(data), modified) for key, data, modified in sorted(found)]
 
     def delete(self, key: str) -> None:
         """Remove the object; see `Store.delete`."""
         with self._lock:
             self._objects.pop(key, None)
+
+    def sweep(self, older_than_s: float) -> int:
+        """Do nothing: a put in memory leaves nothing behind; see `Store.sweep`."""
+        return 0
 
 
 def shared(name: str) -> MemoryStore:

@@ -1,17 +1,18 @@
 """Which objects restore which step: pure functions of a manifest and a listing.
 
-An object counts only inside the lineage span of its generation and shard. From a base at lsn L, segments reach as far
-as they follow each other without a gap. A shard ahead of another is no gap; a hole inside one shard is.
+An object counts only inside the lineage span of its run, generation and shard, and not once it was dropped. From a
+base at lsn L, segments reach as far as they follow each other without a gap. A shard ahead of another is no
+gap; a hole inside one shard is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from everstep.core.errors import ChainError, ChainGap, StepNotKept
-from everstep.storage.keys import BaseKey, SegmentKey
+from everstep.storage.keys import BaseKey, DataKey, SegmentKey
 from everstep.storage.listing import Listing
 from everstep.storage.manifest import Manifest, Span
 
@@ -86,7 +87,7 @@ class _Shard:
         return lsn
 
 
-def reachable(manifest: Manifest, listing: Listing, shard: int, exclude: Collection[str] = frozenset()) -> int:
+def reachable(manifest: Manifest, listing: Listing, shard: int, exclude: Collection[DataKey] = frozenset()) -> int:
     """Return the last lsn of `shard` that is reachable from a base without a gap; -1 if it has no base at all."""
     return _counting(manifest, listing, shard, exclude).reached()
 
@@ -97,7 +98,7 @@ def plan_restore(
     *,
     target: int | None = None,
     shards: Collection[int] | None = None,
-    exclude: frozenset[str] = frozenset(),
+    exclude: frozenset[DataKey] = frozenset(),
 ) -> RestorePlan:
     """Choose the objects that restore one step.
 
@@ -106,7 +107,7 @@ def plan_restore(
         listing: a look at the run's objects that is not older than the manifest.
         target: the lsn wanted; None = the highest that all of `shards` reach.
         shards: the shards to plan; None = all of the run.
-        exclude: paths of objects known to be damaged.
+        exclude: objects known to be damaged.
 
     Raises:
         ChainGap: the log has a hole before its end, or a finished run lacks its tail.
@@ -131,22 +132,28 @@ def plan_restore(
     return RestorePlan(target, plans, reached, highest, _reasons(plans, target, highest, exclude))
 
 
-def _counting(manifest: Manifest, listing: Listing, shard: int, exclude: Collection[str]) -> _Shard:
+def _counting(manifest: Manifest, listing: Listing, shard: int, exclude: Collection[DataKey]) -> _Shard:
     spans = [_clipped(span, manifest) for span in manifest.lineage if span.shard == shard]
-    all_bases, all_segments = listing.bases(shard), listing.segments(shard)
+    dropped = set(manifest.dropped)
+
+    def counts(key: BaseKey | SegmentKey) -> bool:
+        return key not in exclude and (key.run != "" or key.path not in dropped)
+
+    all_bases = [key for key in listing.bases(shard) if counts(key)]
+    all_segments = [key for key in listing.segments(shard) if counts(key)]
     bases: set[BaseKey] = set()
     uses: set[SegmentUse] = set()
     for span in spans:
-        bases |= {key for key in all_bases if key.generation == span.generation and span.has_base(key.lsn)}
+        bases |= {key for key in all_bases if span.wrote(key) and span.has_base(key.lsn)}
         for key in all_segments:
             first = max(key.first, span.first)
             last = key.last if span.last is None else min(key.last, span.last)
-            if key.generation == span.generation and first <= last:
+            if span.wrote(key) and first <= last:
                 uses.add(SegmentUse(key, first, last))
     return _Shard(
         shard,
-        tuple(sorted((key for key in bases if key.path not in exclude), key=lambda k: (k.lsn, k.generation, k.id))),
-        tuple(sorted((use for use in uses if use.key.path not in exclude), key=lambda use: (use.first, -use.last))),
+        tuple(sorted(bases, key=lambda key: (key.lsn, key.generation, key.id))),
+        tuple(sorted(uses, key=lambda use: (use.first, -use.last))),
     )
 
 
@@ -154,7 +161,7 @@ def _clipped(span: Span, manifest: Manifest) -> Span:
     """A finished run ends at its last lsn; what a stopped writer adds later does not count."""
     if manifest.closing is None or span.last is not None:
         return span
-    return Span(span.generation, span.shard, span.first, int(manifest.closing["last_lsn"]))
+    return replace(span, last=int(manifest.closing["last_lsn"]))
 
 
 def _common(manifest: Manifest, parts: list[_Shard]) -> list[tuple[int, int]]:
@@ -220,7 +227,7 @@ def _plan_shard(part: _Shard, target: int) -> ShardPlan:
     return ShardPlan(part.shard, base, tuple(chosen), target)
 
 
-def _reasons(plans: tuple[ShardPlan, ...], target: int, highest: int, exclude: frozenset[str]) -> tuple[str, ...]:
+def _reasons(plans: tuple[ShardPlan, ...], target: int, highest: int, exclude: frozenset[DataKey]) -> tuple[str, ...]:
     reasons = [f"step {target}; the highest that any shard shows is {highest}"]
     reasons += [f"shard {p.shard}: base at {p.base.lsn}, then {len(p.segments)} segments" for p in plans]
     if exclude:

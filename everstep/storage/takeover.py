@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
 
 from everstep.storage.listing import Listing
-from everstep.storage.manifest import CompressorSnapshot, Manifest, Span
+from everstep.storage.manifest import Base, Kept, Manifest, Span
 from everstep.storage.plan import plan_restore, reachable
 
 Cut = Literal["common", "each"]
@@ -39,26 +40,41 @@ def clips(manifest: Manifest, listing: Listing, *, cut: Cut, at: int | None = No
     return dict.fromkeys(reached, end)
 
 
-def cut_lineage(manifest: Manifest, listing: Listing, generation: int, clip: Mapping[int, int]) -> tuple[Span, ...]:
-    """Return the lineage with old spans clipped and a new open span of `generation` behind each.
+def cut_changes(manifest: Manifest, listing: Listing, cut: Cut, clip: Mapping[int, int]) -> dict[str, Any]:
+    """Return what a takeover that keeps the lsns up to `clip` changes in the structure that the claim names."""
+    lineage = _cut_lineage(manifest, listing, clip)
+    end = min(clip.values(), default=0)
+    return {
+        "lineage": lineage,
+        "bases": tuple(base for base in manifest.bases if holds(lineage, base)),
+        "kept": _cut_kept(manifest.kept, end),
+        # With "each" the workers go on from where they are, so everything that was written stays history.
+        "compressor": tuple(s for s in manifest.compressor if cut == "each" or s.lsn <= end),
+        "closing": None,
+    }
+
+
+def holds(lineage: Iterable[Span], base: Base) -> bool:
+    """Whether a base lies on the history that the lineage tells."""
+    return any(span.wrote(base.key) and span.has_base(base.lsn) for span in lineage)
+
+
+def _cut_lineage(manifest: Manifest, listing: Listing, clip: Mapping[int, int]) -> tuple[Span, ...]:
+    """Return the lineage with old spans clipped and a new open span of the manifest's generation behind each.
 
     A span that keeps no lsn is dropped, unless it holds a base at the clip.
     """
-    bases = {(base.generation, base.shard, base.lsn) for base in listing.bases()}
+    bases = listing.bases()
     kept = []
     for span in manifest.lineage:
         last = clip[span.shard] if span.last is None else min(span.last, clip[span.shard])
-        if last >= span.first or (last == span.first - 1 and (span.generation, span.shard, last) in bases):
-            kept.append(Span(span.generation, span.shard, span.first, last))
-    kept += [Span(generation, shard, lsn + 1, None) for shard, lsn in clip.items()]
+        if last >= span.first or (last == span.first - 1 and any(span.wrote(b) and b.lsn == last for b in bases)):
+            kept.append(replace(span, last=last))
+    kept += [Span(manifest.generation, shard, lsn + 1, None) for shard, lsn in clip.items()]
     return tuple(sorted(kept, key=lambda span: (span.shard, span.first, span.generation)))
 
 
-def cut_compressor(manifest: Manifest, cut: Cut, clip: Mapping[int, int]) -> tuple[CompressorSnapshot, ...]:
-    """Return the snapshots that still lie on the run's history.
-
-    With "each" the workers go on from where they are, so everything that was written stays history.
-    """
-    if cut == "each":
-        return manifest.compressor
-    return tuple(snapshot for snapshot in manifest.compressor if snapshot.lsn <= min(clip.values()))
+def _cut_kept(kept: tuple[Kept, ...], end: int) -> tuple[Kept, ...]:
+    """The range that the history now ends in goes on from there; later ones are gone."""
+    before = [part for part in kept if part.first <= end + 1]
+    return (*before[:-1], Kept(before[-1].first, None)) if before else (Kept(1, None),)

@@ -1,8 +1,9 @@
 """Which sample is seen when is a pure function; loading only looks ahead along it and never moves the cursor.
 
 Positions count the samples of a run from 0: step `lsn` (from 1) consumes positions (lsn - 1) * global_size up to
-lsn * global_size, whoever computes them, and micro-shard m of M is the m-th contiguous slice of those. Each data epoch
-is one permutation of the data set; a step may span the border between two.
+lsn * global_size, whoever computes them, and micro-shard m of M is the m-th contiguous slice of those. Batches that
+are left out move all later positions on. Each data epoch is one permutation of the data set; a step may span the
+border between two.
 """
 
 from __future__ import annotations
@@ -25,6 +26,16 @@ from everstep.core.rng import fold
 from everstep.training.seeding import seed_all
 
 Collate = Callable[[list[Any]], Any]
+
+
+def batches_upto(lsn: int, skips: Sequence[tuple[int, int]]) -> int:
+    """Return how many global batches are behind the run after step `lsn`: one a step, and those left out.
+
+    Args:
+        lsn: the step.
+        skips: (step, batches left out after it).
+    """
+    return lsn + sum(count for after, count in skips if after < lsn)
 
 
 def data_epoch(position: int, size: int) -> int:
@@ -67,6 +78,7 @@ class Order:
         dataset_size: samples in the data set.
         global_size: samples a step, over all workers.
         micro_shards: equal slices of a step.
+        skips: batches that are left out, as (step, batches after it).
 
     Raises:
         SettingsError: the micro-shards do not divide the global batch, or a number is not positive.
@@ -76,6 +88,7 @@ class Order:
     dataset_size: int
     global_size: int
     micro_shards: int
+    skips: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.dataset_size, self.global_size, self.micro_shards) < 1 or self.global_size % self.micro_shards:
@@ -92,7 +105,7 @@ class Order:
 
     def positions(self, lsn: int, micro_shard: int) -> range:
         """Return the positions that `micro_shard` of step `lsn` consumes."""
-        start = (lsn - 1) * self.global_size + micro_shard * self.micro_size
+        start = (batches_upto(lsn, self.skips) - 1) * self.global_size + micro_shard * self.micro_size
         return range(start, start + self.micro_size)
 
     def spots(self, lsn: int, micro_shard: int) -> list[Spot]:
@@ -162,6 +175,7 @@ class BatchLoader:
         workers: loader processes; 0 loads inside the call. They are spawned, never forked, as actors have threads.
         prefetch: steps that each loader process works ahead.
         collate: list of samples -> batch; None is torch's `default_collate`.
+        skips: batches that are left out, as (step, batches after it).
 
     Raises:
         SettingsError: the micro-shards do not divide the global batch.
@@ -177,8 +191,9 @@ class BatchLoader:
         workers: int = 0,
         prefetch: int = 2,
         collate: Collate | None = None,
+        skips: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        self.order = Order(seed, len(cast(Any, dataset)), global_size, micro_shards)
+        self.order = Order(seed, len(cast(Any, dataset)), global_size, micro_shards, skips)
         self._samples = _Samples(dataset, seed)
         self._batches = _Batches(collate or default_collate, seed, self.order.micro_size)
         self._steps = _Steps(self.order)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from everstep.core.errors import ChainError, StateMismatch, StepNotKept
 from everstep.storage.chain import Chain
-from everstep.storage.keys import BaseKey, CompressorKey, DataKey, SegmentKey
+from everstep.storage.keys import BaseKey, CompressorKey, DataKey, SegmentKey, inside
 from everstep.storage.plan import plan_restore
 from everstep.training.blueprint import Blueprint
 from everstep.training.recipe import Recipe
@@ -66,7 +66,7 @@ def verify(chain: Chain, recipe: Recipe) -> dict[str, Any]:
         chain.read(key)
     blueprint = Blueprint(recipe)
     oldest = max(min(b.lsn for b in listing.bases(shard)) for shard in chain.manifest.shards)
-    later = frozenset(base.path for base in listing.bases() if base.lsn > oldest)
+    later = frozenset(base for base in listing.bases() if base.lsn > oldest)
     bridged = bool(_bodies(chain.events(), "gap-"))  # the run itself said so: nothing can be replayed across a gap
     states, plan, _ = restore(chain, blueprint, exclude=frozenset() if bridged else later)
     digest = _digest(states)
@@ -122,7 +122,7 @@ def export(chain: Chain, recipe: Recipe, step: int | str | None, out: str) -> di
         "exactness": chain.manifest.exactness,
         "safetensors": str(weights),
         "state_dict": str(whole),
-        "damaged_objects_left_out": sorted(damage),
+        "damaged_objects_left_out": sorted(inside(chain.run, key) for key in damage),
     }
 
 

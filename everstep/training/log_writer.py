@@ -1,4 +1,4 @@
-"""Writing a replica's shards into the store: segments, bases and compressor snapshots, a little at a time.
+"""Writing a replica's records into the store: segments and compressor snapshots, a little at a time.
 
 One call of `work` writes what is due now. A store that refuses raises `StoreError` and loses nothing: the same is due
 at the next call. Records count as durable only after a look that finds no newer generation.
@@ -12,11 +12,13 @@ from collections import deque
 import pyarrow as pa
 import torch
 
+from everstep.core import clock
 from everstep.storage.chain import Chain
+from everstep.training.base_writer import BaseWriter
 from everstep.training.replica import Replica
 from everstep.training.shard_state import to_batches
 
-MERGE_BYTES = 256 << 20  # of unmerged records; a longer backlog is merged without being asked for
+SLACK_S = 0.1
 
 
 class LogWriter:
@@ -25,26 +27,26 @@ class LogWriter:
     Args:
         chain: the log, in this writer's generation.
         replica: what to write.
+        bases: writes bases where the log has a gap.
         segment_steps: steps a segment.
-        base_interval: steps between two bases of a shard.
-        max_lag_s: how old a complete record may get before it is written.
-        based: by shard, the lsn of its newest base.
+        max_lag_s: how old a complete record may get until it is durable.
     """
 
     def __init__(
         self,
         chain: Chain,
         replica: Replica,
+        bases: BaseWriter,
         *,
         segment_steps: int,
-        base_interval: int,
         max_lag_s: float,
-        based: dict[int, int],
     ) -> None:
-        self.chain, self.replica = chain, replica
-        self.segment_steps, self.base_interval, self.max_lag_s = segment_steps, base_interval, max_lag_s
+        self.chain, self.replica, self.bases = chain, replica, bases
+        self.segment_steps, self.max_lag_s = segment_steps, max_lag_s
         self.slices: dict[int, set[int]] = {}  # stored slices of compressor snapshots, by lsn
-        self._based = based
+        self.put_s = 0.0  # how long the last segments took from being handed over to being durable
+        self.cpu_a_cut = 0.0  # processor seconds that took
+        self.bytes_per_step = 0.0  # of all owned shards' records, in the last segments
         self._gap = False
         self._residuals: deque[tuple[int, int, pa.Buffer]] = deque()
         self._lock = threading.Lock()
@@ -65,11 +67,11 @@ class LogWriter:
         Raises:
             StoreError: the store refused; nothing is lost.
             Fenced: a newer generation owns the log.
-            StateMismatch: merging did not lead to the logged state.
+            StateMismatch: merging, to bridge a gap, did not lead to the logged state.
         """
         if self._gap:
             self._bridge_gap()
-        return self._write_segments(flush) | self._write_residual() | self._write_base()
+        return self._write_segments(flush) | self._write_residual()
 
     def leave_gap(self) -> None:
         """Give up the records that the store would not take; the log goes on with bases once it answers."""
@@ -77,13 +79,20 @@ class LogWriter:
         self._gap = True
 
     def _write_segments(self, flush: bool) -> bool:
-        cuts = self.replica.cut(self.segment_steps, self.max_lag_s, all_of_it=flush)
+        began, cpu = clock.monotonic(), clock.thread_cpu()
+        # A record is due while there is still time to write it: the last put tells how much that takes.
+        age = max(self.max_lag_s - 2 * self.put_s - SLACK_S, self.max_lag_s / 4)
+        cuts = self.replica.cut(self.segment_steps, age, all_of_it=flush)
         for cut in cuts:
             self.chain.put_segment(cut.shard, cut.first, cut.last, cut.batches)
         if cuts:
             self.chain.check_tenure()
         for cut in cuts:
             self.replica.written(cut.shard, cut.last)
+        if cuts:
+            self.put_s, self.cpu_a_cut = clock.monotonic() - began, clock.thread_cpu() - cpu
+            size, steps = sum(b.nbytes for cut in cuts for b in cut.batches), max(len(cut.batches) for cut in cuts)
+            self.bytes_per_step = size / steps
         return bool(cuts)
 
     def _write_residual(self) -> bool:
@@ -97,34 +106,10 @@ class LogWriter:
             self._residuals.popleft()
         return True
 
-    def _write_base(self) -> bool:
-        """Write the base of one shard, if one is due: one at a time, so that the cost is a steady trickle.
-
-        Only where the segments have come as well: a base ahead of them would leave a hole behind a takeover.
-        """
-        for shard, durable in self.replica.durable().items():
-            target = durable // self.base_interval * self.base_interval
-            if self._based[shard] < target and self.replica.merged()[shard] <= durable:
-                self._put_base(shard, target)
-                return True
-        if self.replica.held_bytes() > MERGE_BYTES:
-            with self.replica.merge_lock:
-                for shard in self._based:
-                    self.replica.merge(shard)
-        return False
-
-    def _put_base(self, shard: int, upto: int) -> int:
-        """Write a shard's state at `upto`, or wherever it has been merged to already; return the lsn."""
-        with self.replica.merge_lock:
-            state = self.replica.merge(shard, upto)
-            self.chain.put_base(shard, state.lsn, to_batches(state.state.tensors()))
-            self._based[shard] = state.lsn
-            return state.lsn
-
     def _bridge_gap(self) -> None:
         first = min(self.replica.durable().values()) + 1
         complete = self.replica.complete
-        reached = {shard: self._put_base(shard, complete) for shard in self._based}
+        reached = {shard: self.bases.write(shard, complete) for shard in self.replica.states}
         self.chain.check_tenure()
         for shard, lsn in reached.items():
             self.replica.written(shard, lsn)

@@ -13,7 +13,7 @@ class Recipe:
 
     Two processes with equal recipes and equal state take equal steps. Sizes count samples; `clip_norm` is the
     largest L2 norm of the whole delta, None for no clipping; `shards` counts parameter shards, the step's own
-    shard 0 not included.
+    shard 0 not included; `skips` names batches that are left out, as (step, batches after it).
     """
 
     task: str
@@ -35,6 +35,7 @@ class Recipe:
     shards: int = 2
     on_nonfinite: str = "stop"
     digest_every: int = 50
+    skips: tuple[tuple[int, int], ...] = ()
 
     @property
     def keeps_residual(self) -> bool:

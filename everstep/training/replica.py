@@ -17,6 +17,9 @@ from everstep.core.errors import StateMismatch
 from everstep.training.record import lsn_of, payload_crc, unpack
 from everstep.training.shard_state import ShardState
 
+CUT_BYTES = 64 << 20  # the longest segment of several records: one request to an object store
+BACKLOG_BYTES = 256 << 20  # of unmerged records; a longer backlog is merged without being asked for
+
 
 @dataclass
 class ShardLog:
@@ -51,6 +54,19 @@ class Cut:
     batches: tuple[pa.RecordBatch, ...]
 
 
+def _pieces(shard: int, batches: Sequence[pa.RecordBatch], first: int) -> list[Cut]:
+    out: list[Cut] = []
+    size = CUT_BYTES
+    for lsn, batch in enumerate(batches, start=first):
+        size += batch.nbytes
+        if out and size <= CUT_BYTES:
+            out[-1] = Cut(shard, out[-1].first, lsn, (*out[-1].batches, batch))
+        else:
+            out.append(Cut(shard, lsn, lsn, (batch,)))
+            size = batch.nbytes
+    return out
+
+
 class Replica:
     """Shard states and their records. Thread safe: receiving never waits for merging.
 
@@ -66,6 +82,7 @@ class Replica:
         self.complete = min(log.received for log in self.logs.values())
         self.mismatch: StateMismatch | None = None
         self.merge_lock = threading.Lock()
+        self._replay_s: dict[int, float] = {}
         self._lock = threading.Lock()
 
     def received(self) -> dict[int, int]:
@@ -116,14 +133,18 @@ class Replica:
             self.complete = max(self.complete, min(complete, limit))
 
     def cut(self, steps: int, age_s: float, *, all_of_it: bool = False) -> list[Cut]:
-        """Return what is due to be written: complete records, at least `steps` of them or `age_s` old, by shard."""
+        """Return what is due to be written: complete records, at least `steps` of them or `age_s` old, by shard.
+
+        Many bytes are due at once, and none of the pieces is longer than `CUT_BYTES` unless a single record is.
+        """
         now, out = clock.monotonic(), []
         with self._lock:
             for shard, log in self.logs.items():
                 ready = [item for item in log.unwritten if item[0] <= self.complete]
-                due = all_of_it or len(ready) >= steps or (ready and now - ready[0][2] >= age_s)
-                if ready and due:
-                    out.append(Cut(shard, ready[0][0], ready[-1][0], tuple(item[1] for item in ready)))
+                pieces = _pieces(shard, [batch for _, batch, _ in ready], ready[0][0] if ready else 0)
+                old = ready and now - ready[0][2] >= age_s
+                if all_of_it or len(ready) >= steps or old or len(pieces) > 1:
+                    out += pieces
         return out
 
     def written(self, shard: int, last: int) -> None:
@@ -142,7 +163,8 @@ class Replica:
 
     def merge(self, shard: int, upto: int | None = None) -> ShardState:
         """Bring one shard to `upto` (None: the complete lsn) and return its state. Call with `merge_lock` held."""
-        state, log = self.states[shard], self.logs[shard]
+        state, log, first = self.states[shard], self.logs[shard], self.states[shard].lsn
+        began = clock.thread_cpu()
         limit = self.complete if upto is None else min(upto, self.complete)
         while state.lsn < limit:
             with self._lock:
@@ -153,7 +175,21 @@ class Replica:
             except StateMismatch as error:
                 self.mismatch = error
                 raise
+        if state.lsn > first:
+            self._replay_s[shard] = (clock.thread_cpu() - began) / (state.lsn - first)
         return state
+
+    def replay_s(self) -> float:
+        """Return the processor seconds that merging one step of all shards took of late; 0 before any was."""
+        return sum(self._replay_s.values())
+
+    def merge_backlog(self) -> bool:
+        """Merge the next step of every shard if much is held that nobody has asked for; return whether it was so."""
+        if self.held_bytes() <= BACKLOG_BYTES:
+            return False
+        with self.merge_lock:
+            before = self.merged()
+            return any([self.merge(shard, lsn + 1).lsn > lsn for shard, lsn in before.items()])
 
     def expect(self, shard: int, logged: Mapping[int, int]) -> None:
         """Compare recomputed records with these checksums from now on."""

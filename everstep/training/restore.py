@@ -1,22 +1,31 @@
-"""From stored objects to states: runs a restore plan, and plans again around objects that prove to be damaged."""
+"""From stored objects to states: runs a restore plan, and plans again around objects that prove to be damaged.
+
+Shards are restored side by side, each with its next object on the way while the last one is being replayed. Every
+thread keeps torch to itself: one thread a shard uses the processor better than many threads an operation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import os
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 
 import pyarrow as pa
 import torch
+from torch import nn
 
 from everstep.core.errors import ChainError, CorruptObject, ObjectMissing
 from everstep.storage.chain import Chain
-from everstep.storage.keys import CompressorKey
+from everstep.storage.keys import CompressorKey, DataKey
 from everstep.storage.manifest import CompressorSnapshot
-from everstep.storage.plan import RestorePlan, ShardPlan, plan_restore
+from everstep.storage.plan import RestorePlan, SegmentUse, ShardPlan, plan_restore
 from everstep.training.blueprint import Blueprint
 from everstep.training.record import lsn_of
 from everstep.training.shard_state import ShardState, from_batches
+from everstep.training.state import TrainState, named_fixed
 
-Damage = dict[str, str]  # object path -> what is wrong with it
+Damage = dict[DataKey, str]  # what is wrong with an object
 
 
 def restore(
@@ -25,20 +34,21 @@ def restore(
     *,
     target: int | None = None,
     shards: Collection[int] | None = None,
-    exclude: frozenset[str] = frozenset(),
+    exclude: frozenset[DataKey] = frozenset(),
 ) -> tuple[dict[int, ShardState], RestorePlan, Damage]:
     """Return the states of `shards` (None: all) at `target` (None: the last step that all of them reach).
 
-    Objects named in `exclude` are not used. A damaged base is left out and an older one taken; a damaged segment only
-    if a later base bridges it.
+    Objects in `exclude` are not used. A damaged base is left out and an older one taken; a damaged segment only if a
+    later base bridges it.
 
     Returns:
         The states by shard, the plan that was carried out, and the damage that was found on the way.
 
     Raises:
-        ChainError: the step cannot be restored; the message names the damaged or missing object.
+        ChainError: the step cannot be restored; the message names the damaged or missing objects.
     """
     damage: Damage = {}
+    done: dict[ShardPlan, ShardState] = {}
     while True:
         try:
             plan = plan_restore(
@@ -49,51 +59,131 @@ def restore(
                 raise
             found = "\n".join(damage.values())
             raise type(error)(f"{found}\n{error.message}", hint=error.hint) from error
-        try:
-            return {part.shard: run_plan(chain, blueprint, part) for part in plan.shards}, plan, damage
-        except _Damaged as error:
-            damage[error.path] = error.message
+        done = {part: done[part] for part in plan.shards if part in done}  # damage elsewhere changes nothing for them
+        new, found_now = _run_plans(chain, blueprint, [part for part in plan.shards if part not in done])
+        done |= new
+        damage |= found_now
+        if not found_now:
+            return {part.shard: done[part] for part in plan.shards}, plan, damage
 
 
 class _Damaged(CorruptObject):
-    """A damaged object, with its path, so that the plan can leave it out."""
+    """A damaged object, with its key, so that the plan can leave it out."""
 
-    path = ""
+    key: DataKey
 
 
-def run_plan(chain: Chain, blueprint: Blueprint, plan: ShardPlan) -> ShardState:
-    """Load a shard's base and apply its segments in order."""
-    state = blueprint.shard_state(plan.shard)
-    base = _read(chain, plan.base)
-    state.state.load(from_batches(base), plan.base.lsn)
-    for batch in plan_records(chain, plan):
-        state.merge(batch)
-    return state
+class _Cancelled(Exception):
+    """Another shard failed."""
+
+
+def _run_plans(
+    chain: Chain, blueprint: Blueprint, plans: Sequence[ShardPlan]
+) -> tuple[dict[ShardPlan, ShardState], Damage]:
+    """Run plans side by side; return the states, and the first damage of each shard that met any.
+
+    Any other error ends all of them, and is raised.
+    """
+    workers = max(1, min(len(plans), os.cpu_count() or 1))
+    failed, threads = threading.Event(), torch.get_num_threads()
+    try:
+        with (
+            ThreadPoolExecutor(workers, "read") as readers,
+            ThreadPoolExecutor(workers, "restore", torch.set_num_threads, (1,)) as pool,
+        ):
+            futures = [pool.submit(_run_plan, chain, blueprint, part, readers, failed) for part in plans]
+            try:
+                wait(futures)
+            except BaseException:  # such as an interrupt from the keyboard
+                failed.set()
+                raise
+    finally:
+        torch.set_num_threads(threads)  # this thread has them still; it is what new threads start with
+    for error in [future.exception() for future in futures]:
+        if error is not None and not isinstance(error, _Cancelled):
+            raise error
+    ended = {part: future.result() for part, future in zip(plans, futures, strict=True)}
+    states = {part: state for part, state in ended.items() if isinstance(state, ShardState)}
+    return states, {error.key: error.message for error in ended.values() if isinstance(error, _Damaged)}
+
+
+def _run_plan(
+    chain: Chain, blueprint: Blueprint, plan: ShardPlan, readers: Executor, failed: threading.Event
+) -> ShardState | _Damaged:
+    """Load a shard's base and apply its segments in order; return the damage if there is any.
+
+    Args:
+        chain: where the objects are.
+        blueprint: what to build the state with.
+        plan: what to load and apply.
+        readers: fetch and check the next object meanwhile.
+        failed: set when this shard fails; stops this shard when another one has set it.
+    """
+    try:
+        objects = _ahead(readers, chain, [plan.base, *(use.key for use in plan.segments)])
+        state = _empty(blueprint, plan.shard)
+        state.state.load(from_batches(next(objects), adopt=True), plan.base.lsn, adopt=True)
+        for batch in _records(plan.segments, objects):
+            if failed.is_set():
+                raise _Cancelled
+            state.merge(batch)
+        return state
+    except _Damaged as error:
+        return error
+    except BaseException:
+        failed.set()
+        raise
+
+
+def _empty(blueprint: Blueprint, shard: int) -> ShardState:
+    """Return a shard's state whose tensors have no memory yet: they are given that of a base."""
+    params, verify = dict(blueprint.model.named_parameters()), blueprint.exactness == "bitwise"
+    if shard == 0:
+        fixed = named_fixed(blueprint.model, {slot.name for slot in blueprint.layout.slots})
+        empty = TrainState({}, {name: torch.empty_like(tensor) for name, tensor in fixed.items()}, None)
+        return ShardState(0, (), empty, verify=verify)
+    slots = blueprint.layout.slots_of(shard)
+    own = {slot.name: nn.Parameter(torch.empty_like(params[slot.name])) for slot in slots}
+    return ShardState(shard, slots, TrainState(own, {}, blueprint._optimizer(own)), verify=verify)
 
 
 def plan_records(chain: Chain, plan: ShardPlan) -> Iterator[pa.RecordBatch]:
     """Yield the records that a shard plan names, in order."""
-    for use in plan.segments:
-        for batch in _read(chain, use.key):
+    return _records(plan.segments, (_read(chain, use.key) for use in plan.segments))
+
+
+def _records(uses: Iterable[SegmentUse], objects: Iterable[list[pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
+    for use, batches in zip(uses, objects, strict=True):
+        for batch in batches:
             if use.first <= lsn_of(batch) <= use.last:
                 yield batch
 
 
-def _read(chain: Chain, key: object) -> list[pa.RecordBatch]:
+def _ahead(readers: Executor, chain: Chain, keys: Sequence[DataKey]) -> Iterator[list[pa.RecordBatch]]:
+    """Yield objects in order; while one is being used the next is being read."""
+    coming = readers.submit(_read, chain, keys[0])
+    for key in keys[1:]:
+        batches = coming.result()
+        coming = readers.submit(_read, chain, key)
+        yield batches
+    yield coming.result()
+
+
+def _read(chain: Chain, key: DataKey) -> list[pa.RecordBatch]:
     try:
-        return chain.read(key).batches  # type: ignore[arg-type]  # any data key
+        return chain.read(key).batches
     except (CorruptObject, ObjectMissing) as error:
         damaged = _Damaged(error.message, hint=error.hint)
-        damaged.path = key.path  # type: ignore[attr-defined]
+        damaged.key = key
         raise damaged from error
 
 
-def read_residual(chain: Chain, generation: int, lsn: int, slices: Collection[int]) -> dict[int, torch.Tensor]:
-    """Return slices of a compressor snapshot by number: fp32 residuals."""
+def read_residual(chain: Chain, snapshot: CompressorSnapshot) -> dict[int, torch.Tensor]:
+    """Return the slices of a compressor snapshot by number: fp32 residuals."""
     out = {}
-    for number in slices:
-        stored = chain.read(CompressorKey(generation, lsn, number))
-        out[number] = from_batches(stored.batches)["residual"]
+    for number in range(snapshot.slices):
+        stored = chain.read(CompressorKey(snapshot.generation, snapshot.lsn, number, snapshot.run))
+        out[number] = from_batches(stored.batches, adopt=True)["residual"]
     return out
 
 

@@ -10,8 +10,9 @@ import pyarrow as pa
 import torch
 
 from everstep.core.errors import StateMismatch
-from everstep.training.delta import gradient_views, write_gradient
+from everstep.training.delta import ShardDelta, gradient_views
 from everstep.training.layout import Slot
+from everstep.training.optimizer import spares_gradients
 from everstep.training.record import lsn_of, read_buffers, read_delta
 from everstep.training.state import TrainState, tensor_bytes
 
@@ -35,7 +36,8 @@ class ShardState:
         self.slots = slots
         self.state = state
         self.verify = verify
-        self._flat = torch.empty(slots[-1].stop - slots[0].start if slots else 0)
+        self._flat: torch.Tensor | None = None  # gradient; made when a record needs it
+        self._written: torch.Tensor | None = None  # where `_flat` is not zero; None: anywhere
 
     @property
     def lsn(self) -> int:
@@ -69,19 +71,49 @@ class ShardState:
             self.state.expect_next(lsn)
             self.state.lsn = lsn
             return
-        indices = None if delta.indices is None else _tensor(delta.indices)
-        write_gradient(self._flat, _tensor(delta.values), indices)
-        gradients = gradient_views(self._flat, self.slots, set(delta.unused))
+        gradients = gradient_views(self._gradient(delta), self.slots, set(delta.unused))
         self.state.replay(lsn, gradients, json.loads(batch.column("hyper")[0].as_py()))
+
+    def _gradient(self, delta: ShardDelta) -> torch.Tensor:
+        """Return a delta as a flat gradient: where the optimizer only reads gradients, the record's own memory."""
+        values = _tensor(delta.values)
+        spared = self.state.optimizer is not None and spares_gradients(self.state.optimizer)
+        if delta.indices is None and spared:
+            return values
+        if self._flat is None:
+            self._flat = torch.from_numpy(np.empty(self.slots[-1].stop - self.slots[0].start, np.float32))
+        if delta.indices is None:
+            self._flat.copy_(values)
+            self._written = None
+            return self._flat
+        if self._written is None or not spared:
+            self._flat.zero_()
+        else:
+            self._flat[self._written] = 0.0
+        self._written = _tensor(delta.indices)
+        self._flat[self._written] = values
+        return self._flat
+
+
+class _Memory:
+    """Memory of somebody else, as numpy takes it: writable in form, alive as long as anything that looks at it."""
+
+    def __init__(self, owner: object, address: int, size: int) -> None:
+        self.owner = owner
+        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+def _view(owner: object, address: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over `size` bytes that belong to `owner`; torch knows no read-only memory, so its users have to."""
+    if not size:
+        return torch.empty(0, dtype=dtype)
+    return torch.from_numpy(np.asarray(_Memory(owner, address, size))).view(dtype)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor over a read-only view; it is only read."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.from_numpy(array)
+    """A tensor over a read-only array of fp32 or int32; it is only read."""
+    dtype = torch.float32 if array.dtype == np.float32 else torch.int32
+    return _view(array, array.__array_interface__["data"][0], array.nbytes, dtype)
 
 
 def to_batches(tensors: dict[str, torch.Tensor]) -> list[pa.RecordBatch]:
@@ -102,14 +134,35 @@ def to_batches(tensors: dict[str, torch.Tensor]) -> list[pa.RecordBatch]:
     return out or [pa.record_batch([pa.array([], f.type) for f in BASE_SCHEMA], schema=BASE_SCHEMA)]
 
 
-def from_batches(batches: Sequence[pa.RecordBatch]) -> dict[str, torch.Tensor]:
-    """Return the tensors of `to_batches`, in memory of their own."""
+def from_batches(batches: Sequence[pa.RecordBatch], *, adopt: bool = False) -> dict[str, torch.Tensor]:
+    """Return the tensors of `to_batches`.
+
+    Args:
+        batches: as read from an object.
+        adopt: let them lie in the object's own bytes where those are writable, as a store gives them away; the object
+            may not be used for anything else. Otherwise they are copied to memory of their own.
+    """
     out = {}
     for batch in batches:
-        for row in range(batch.num_rows):
-            raw = batch.column("data")[row].as_buffer()
-            dtype = getattr(torch, batch.column("dtype")[row].as_py())
-            shape = batch.column("shape")[row].as_py()
-            flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw.size else torch.empty(0, dtype=dtype)
-            out[batch.column("name")[row].as_py()] = flat.view(shape)
+        names, kinds, shapes = (batch.column(name).to_pylist() for name in ("name", "dtype", "shape"))
+        data = batch.column("data")
+        for row, (name, kind, shape) in enumerate(zip(names, kinds, shapes, strict=True)):
+            out[name] = _row(data, row, getattr(torch, kind), adopt=adopt).view(shape)
     return out
+
+
+def _row(data: pa.LargeBinaryArray, row: int, dtype: torch.dtype, *, adopt: bool) -> torch.Tensor:
+    """One value of a column as a flat tensor. Neither `as_py` nor `as_buffer`: both copy."""
+    _, offsets, values = data.buffers()
+    start, stop = np.frombuffer(offsets, np.int64)[data.offset + row :][:2].tolist()
+    if start == stop:
+        return torch.empty(0, dtype=dtype)
+    flat = _view(values, values.address + start, stop - start, dtype)
+    return flat if adopt and _root(values).is_mutable else flat.clone()
+
+
+def _root(buffer: pa.Buffer) -> pa.Buffer:
+    """The memory that a buffer is a slice of: slices of a file count as immutable, whatever its bytes are."""
+    while buffer.parent is not None:
+        buffer = buffer.parent
+    return buffer

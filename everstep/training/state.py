@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everstep.core.errors import StateMismatch
-from everstep.training.optimizer import set_hyper_parameters
+from everstep.training import blocks
+from everstep.training.optimizer import set_hyper_parameters, spares_gradients
 
 
 class TrainState:
@@ -34,27 +35,49 @@ class TrainState:
         self.fixed = dict(fixed)
         self.optimizer = optimizer
         self.lsn = 0
+        self._blocks: blocks.BlockedStep | None = None
 
     def apply(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
         """Take one optimizer step with these gradients (None: the parameter got none).
 
         The hyper-parameters are those the optimizer holds now.
         """
-        for name, param in self.params.items():
-            gradient = gradients[name]
-            param.grad = None if gradient is None else gradient.to(param.dtype)
+        self._set_gradients(gradients)
         if self.optimizer is not None:
             self.optimizer.step()
-        for param in self.params.values():
-            param.grad = None
+        self._drop_gradients()
 
     def replay(self, lsn: int, gradients: Mapping[str, torch.Tensor | None], hyper: list[dict[str, Any]]) -> None:
         """Take a logged step: the same arithmetic as the worker's, with the hyper-parameters it used."""
         self.expect_next(lsn)
         if self.optimizer is not None:
             set_hyper_parameters(self.optimizer, hyper)
-        self.apply(gradients)
+            self._set_gradients(gradients)
+            if blocked := self._blocked():
+                blocked.step(hyper)
+            else:
+                self.optimizer.step()
+            self._drop_gradients()
         self.lsn = lsn
+
+    def _set_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        for name, param in self.params.items():
+            gradient = gradients[name]
+            param.grad = None if gradient is None else gradient.to(param.dtype)
+
+    def _drop_gradients(self) -> None:
+        for param in self.params.values():
+            param.grad = None
+
+    def _blocked(self) -> blocks.BlockedStep | None:
+        """Return what takes the step of the gradients that are set block by block; None if it has to be taken whole."""
+        used = [param for param in self.params.values() if param.grad is not None]
+        if self._blocks is None or not self._blocks.fits(used):
+            self._blocks = None
+            assert self.optimizer is not None
+            if spares_gradients(self.optimizer) and blocks.worth_it(self.optimizer, used):
+                self._blocks = blocks.BlockedStep(self.optimizer)
+        return self._blocks
 
     def expect_next(self, lsn: int) -> None:
         """Refuse any step but the next.
@@ -92,8 +115,14 @@ class TrainState:
         return dict(sorted(out.items()))
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, torch.Tensor], lsn: int) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], lsn: int, *, adopt: bool = False) -> None:
         """Take over the tensors of another state, bit for bit.
+
+        Args:
+            tensors: by canonical name.
+            lsn: the step they stand at.
+            adopt: take the tensors themselves, which nobody else may use from then on, where they are on the right
+                device; else copy them. Not for a state whose fixed tensors are a model's own.
 
         Raises:
             StateMismatch: names or shapes are not those of this model and optimizer.
@@ -113,13 +142,17 @@ class TrainState:
                     f"{tuple(tensors[name].shape)} {tensors[name].dtype}",
                     hint="use the task and the task settings that the run was started with",
                 )
-            tensor.copy_(tensors[name])
-        self._load_optimizer({n: t for n, t in tensors.items() if n.startswith("optimizer/")})
+            if adopt and tensor.device == tensors[name].device:
+                tensor.data = tensors[name]
+            else:
+                tensor.copy_(tensors[name])
+        self._load_optimizer({n: t for n, t in tensors.items() if n.startswith("optimizer/")}, adopt)
         self.lsn = lsn
 
-    def _load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _load_optimizer(self, tensors: Mapping[str, torch.Tensor], adopt: bool) -> None:
         if self.optimizer is None:
             return
+        self._blocks = None  # it steps the tensors that are dropped here
         shapes = state_shapes(self.optimizer)
         self.optimizer.state.clear()
         for full, tensor in tensors.items():
@@ -140,7 +173,7 @@ class TrainState:
                 slot[key[:-1]] = tensor.item()
             else:  # step counters stay on the CPU, as torch keeps them; moments live beside their parameter
                 target = param.device if tensor.dim() else tensor.device
-                slot[key] = tensor.to(target, copy=True)
+                slot[key] = tensor.to(target, copy=not adopt)
 
     def digest(self) -> str:
         """Return the SHA-256 over all tensors of this state, see `combine_digests`."""

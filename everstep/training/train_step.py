@@ -18,7 +18,7 @@ from everstep.core import clock
 from everstep.core.errors import RunFailed
 from everstep.training.blueprint import Blueprint
 from everstep.training.buffers import Buffers
-from everstep.training.data import to_device
+from everstep.training.data import batches_upto, to_device
 from everstep.training.delta import Delta, gradient_views, untouched, write_gradient
 from everstep.training.exchange import Exchange, Reduced, Tail, used_flags
 from everstep.training.group import Group
@@ -214,7 +214,7 @@ class TrainStep:
     def _scalars(
         self, staged: Staged, group: Group, hyper: Sequence[Mapping[str, Any]], started: float
     ) -> dict[str, float | int]:
-        samples = self.state.lsn * self.recipe.global_size
+        samples = batches_upto(self.state.lsn, self.recipe.skips) * self.recipe.global_size
         return {
             "loss": float(staged.reduced.tail[self.tail.loss]),
             "grad_norm": staged.grad_norm,

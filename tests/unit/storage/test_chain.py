@@ -120,9 +120,9 @@ def test_takeover_refused_before_anybody_is_fenced(store: Store) -> None:
     assert Chain.take_over(store, "r", cut="common", at=2).manifest.lineage[0] == Span(1, 0, 1, 2)
 
 
-def test_a_takeover_that_died_after_its_claim(store: Store) -> None:
+def test_a_takeover_that_died_after_itsfence(store: Store) -> None:
     chain = start(store, upto=3)
-    Chain.open(store, "r")._claim()
+    Chain.open(store, "r").fence()
     with pytest.raises(Fenced):
         chain.check_tenure()
     opened = Chain.open(store, "r")
@@ -136,7 +136,7 @@ def test_a_takeover_that_died_after_its_claim(store: Store) -> None:
 def test_takeover_race(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another takes over between this one's claim and its open manifest."""
     start(store, upto=3)
-    real, others = Chain._claim, []
+    real, others = Chain.fence, []
 
     def slow(self: Chain) -> None:
         real(self)
@@ -144,7 +144,7 @@ def test_takeover_race(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
             others.append(None)
             others.append(Chain.take_over(store, "r", cut="common"))
 
-    monkeypatch.setattr(Chain, "_claim", slow)
+    monkeypatch.setattr(Chain, "fence", slow)
     with pytest.raises(Fenced):
         Chain.take_over(store, "r", cut="common")
     assert others[1] is not None
@@ -187,7 +187,7 @@ def test_two_writers_of_one_generation(store: Store) -> None:
 
 def test_a_lost_answer_is_no_failure() -> None:
     class Forgets(MemoryStore):
-        def put(self, key: str, data: object) -> None:
+        def put(self, key: str, data: object, *, pace: object = None) -> None:
             super().put(key, data)  # type: ignore[arg-type]
             raise ObjectExists("a retry of the request found the object")
 

@@ -15,7 +15,7 @@ from everstep.storage.chain import Chain
 from everstep.storage.keys import DataKey
 from everstep.storage.memory import MemoryStore
 from everstep.storage.plan import plan_restore, reachable
-from everstep.storage.store import Buffer
+from everstep.storage.store import Buffer, Pace
 
 SHARDS = 3
 shard_ids = st.integers(0, SHARDS - 1)
@@ -26,7 +26,7 @@ class Fragile(MemoryStore):
 
     dies: str | None = None
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: Buffer, *, pace: Pace | None = None) -> None:
         when, self.dies = self.dies, None
         if when != "before":
             super().put(key, data)
@@ -93,7 +93,7 @@ class ChainMachine(RuleBasedStateMachine):
     )
     def take_over(self, cut: str, at: int | None, claims: int) -> None:
         for _ in range(claims):  # a takeover that died after its claim
-            Chain.open(self.store, "r")._claim()
+            Chain.open(self.store, "r").fence()
         self.zombies.append(Writer(self.writer.chain, [list(tokens) for tokens in self.writer.tokens]))
         chain = Chain.take_over(self.store, "r", cut=cut, at=at)  # type: ignore[arg-type]
         if cut == "common":

@@ -72,6 +72,20 @@ def test_process_dies(tmp_path: Path, step: str) -> None:
     else:
         assert [(info.key, info.size) for info in found] == [(KEY, len(DATA))]
     assert store.get(KEY) == DATA
+    assert store.sweep(3600) == 0
+    assert store.sweep(0) == (STEPS.index(step) < STEPS.index("unlinked"))
+    assert os.listdir(tmp_path / ".tmp") == []
+
+
+def test_a_crash_in_a_paced_put_leaves_only_what_sweep_removes(tmp_path: Path) -> None:
+    def pace(count: int) -> None:
+        raise Crash
+
+    store = FolderStore(str(tmp_path))
+    with pytest.raises(Crash):
+        store.put(KEY, DATA, pace=pace)
+    assert store.list("") == []
+    assert store.sweep(0) == 1
 
 
 @pytest.mark.parametrize("step", [*STEPS, "none"])

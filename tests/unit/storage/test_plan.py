@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from everstep.core.errors import ChainError, ChainGap, StepNotKept
 from everstep.storage.keys import BaseKey, Key, SegmentKey
 from everstep.storage.listing import Listing
-from everstep.storage.manifest import CompressorSnapshot, Manifest, Span
+from everstep.storage.manifest import Base, CompressorSnapshot, Kept, Manifest, Span
 from everstep.storage.plan import plan_restore, reachable
 from everstep.storage.store import ObjectInfo
-from everstep.storage.takeover import clips, cut_compressor, cut_lineage
+from everstep.storage.takeover import clips, cut_changes
 
 
 def base(shard: int, lsn: int, generation: int = 1, name: str = "a") -> BaseKey:
@@ -61,8 +64,8 @@ def test_segments_are_clipped_to_the_target() -> None:
 def test_a_damaged_base_gives_way_to_the_older() -> None:
     found = listing(*BOTH, base(0, 7), base(0, 7, name="b"))
     first = plan_restore(manifest(), found).shards[0].base
-    second = plan_restore(manifest(), found, exclude=frozenset({first.path})).shards[0].base
-    third = plan_restore(manifest(), found, exclude=frozenset({first.path, second.path}))
+    second = plan_restore(manifest(), found, exclude=frozenset({first})).shards[0].base
+    third = plan_restore(manifest(), found, exclude=frozenset({first, second}))
     assert {first.id, second.id} == {"a", "b"}
     assert third.shards[0].base.lsn == 0
     assert third.target == 10
@@ -82,8 +85,8 @@ def test_a_hole_inside_a_shard_is_a_gap() -> None:
 
 def test_a_damaged_segment_is_a_gap() -> None:
     with pytest.raises(ChainGap):
-        plan_restore(manifest(), listing(*BOTH), exclude=frozenset({seg(0, 1, 5).path}))
-    assert plan_restore(manifest(), listing(*BOTH), exclude=frozenset({seg(0, 6, 10).path})).target == 5
+        plan_restore(manifest(), listing(*BOTH), exclude=frozenset({seg(0, 1, 5)}))
+    assert plan_restore(manifest(), listing(*BOTH), exclude=frozenset({seg(0, 6, 10)})).target == 5
 
 
 def test_a_later_base_bridges_a_hole_but_its_steps_are_not_kept() -> None:
@@ -158,19 +161,42 @@ def test_clips() -> None:
     assert clips(manifest(), holed, cut="common", at=10) == clips(manifest(), holed, cut="each") == {0: 10, 1: 10}
 
 
-def test_cut_lineage_drops_what_is_above() -> None:
+def test_a_takeover_drops_what_is_above_the_cut() -> None:
+    def cut(before: Manifest, at: int, *keys: Key) -> Any:
+        return cut_changes(replace(before, generation=before.generation + 1), listing(*keys), "each", {0: at})[
+            "lineage"
+        ]
+
     before = manifest(Span(1, 0, 1, 7), Span(2, 0, 8, None), generation=2)
-    assert cut_lineage(before, listing(), 3, {0: 20}) == (*before.lineage[:1], Span(2, 0, 8, 20), Span(3, 0, 21, None))
-    assert cut_lineage(before, listing(), 3, {0: 7}) == (Span(1, 0, 1, 7), Span(3, 0, 8, None))
-    assert cut_lineage(before, listing(), 3, {0: 3}) == (Span(1, 0, 1, 3), Span(3, 0, 4, None))
-    kept = cut_lineage(before, listing(base(0, 7, 2)), 3, {0: 7})
-    assert kept == (Span(1, 0, 1, 7), Span(2, 0, 8, 7), Span(3, 0, 8, None))
-    start = manifest(Span(1, 0, 1, None))
-    assert cut_lineage(start, listing(base(0, 0)), 2, {0: 0}) == (Span(1, 0, 1, 0), Span(2, 0, 1, None))
+    assert cut(before, 20) == (*before.lineage[:1], Span(2, 0, 8, 20), Span(3, 0, 21, None))
+    assert cut(before, 7) == (Span(1, 0, 1, 7), Span(3, 0, 8, None))
+    assert cut(before, 3) == (Span(1, 0, 1, 3), Span(3, 0, 4, None))
+    assert cut(before, 7, base(0, 7, 2)) == (Span(1, 0, 1, 7), Span(2, 0, 8, 7), Span(3, 0, 8, None))
+    assert cut(manifest(Span(1, 0, 1, None)), 0, base(0, 0)) == (Span(1, 0, 1, 0), Span(2, 0, 1, None))
 
 
 def test_compressor_snapshots_beyond_the_cut_are_dropped() -> None:
     snapshots = (CompressorSnapshot(1, 5, 2), CompressorSnapshot(1, 10, 2))
     before = Manifest(1, "r", 1, "open", (), {}, "bitwise", compressor=snapshots)
-    assert cut_compressor(before, "common", {0: 7, 1: 7}) == snapshots[:1]
-    assert cut_compressor(before, "each", {0: 7, 1: 9}) == snapshots
+    assert cut_changes(before, Listing(), "common", {0: 7, 1: 7})["compressor"] == snapshots[:1]
+    assert cut_changes(before, Listing(), "each", {0: 7, 1: 9})["compressor"] == snapshots
+
+
+def test_named_bases_beyond_the_cut_are_dropped() -> None:
+    named = tuple(Base(1, 0, lsn, "a", n, "0" * 8, 10) for n, lsn in enumerate((0, 5, 10)))
+    before = Manifest(1, "r", 2, "claim", (Span(1, 0, 1, None),), {}, "bitwise", bases=named)
+    assert cut_changes(before, listing(), "common", {0: 7})["bases"] == named[:2]
+
+
+@pytest.mark.parametrize(
+    "end, expected",
+    [
+        (35, (Kept(5, 9), Kept(21, None))),
+        (20, (Kept(5, 9), Kept(21, None))),
+        (9, (Kept(5, None),)),
+        (6, (Kept(5, None),)),
+    ],
+)
+def test_the_history_goes_on_in_the_range_that_it_is_cut_in(end: int, expected: tuple[Kept, ...]) -> None:
+    before = replace(manifest(), kept=(Kept(5, 9), Kept(21, None)))
+    assert cut_changes(before, listing(), "common", {0: end, 1: end})["kept"] == expected

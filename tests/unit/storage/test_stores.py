@@ -1,121 +1,56 @@
-"""One conformance suite that every store passes, then what is special to each."""
+"""Memory, folder and a faulty store without faults keep the contract; then what is special to each."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import threading
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
-from everstep.core.errors import ObjectExists, ObjectMissing, StoreError, StoreFull, StoreRefused
-from everstep.storage.folder import FolderStore
+from everstep.core.errors import StoreError, StoreFull, StoreRefused
+from everstep.storage.folder import PACED_WRITE, FolderStore
 from everstep.storage.memory import MemoryStore
 from everstep.storage.store import Store, absolute, open_store, probe
+from tests.faulty import Fault, FaultyStore
+from tests.store_contract import StoreContract
 
 
-@pytest.fixture(params=["memory", "folder"])
+@pytest.fixture(params=["memory", "folder", "faulty"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return MemoryStore("suite") if request.param == "memory" else FolderStore(str(tmp_path / "deep" / "store"))
+    if request.param == "folder":
+        return FolderStore(str(tmp_path / "deep" / "store"))
+    memory = MemoryStore("suite")
+    return memory if request.param == "memory" else FaultyStore(memory)
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, pa.py_buffer])
-def test_reads_back_what_was_put(store: Store, kind: type) -> None:
-    store.put("run/a.bin", kind(b"some bytes"))
-    assert store.get("run/a.bin") == b"some bytes"
-    assert type(store.get("run/a.bin")) is bytes
-
-
-def test_ranged_get(store: Store) -> None:
-    store.put("a", b"0123456789")
-    assert store.get("a", 3) == b"3456789"
-    assert store.get("a", 3, 4) == b"3456"
-    assert store.get("a", 8, 100) == b"89"
-    assert store.get("a", 100) == b""
-    assert store.get("a", 0, 0) == b""
-
-
-def test_an_empty_object_is_an_object(store: Store) -> None:
-    store.put("empty", b"")
-    assert store.get("empty") == b""
-    assert [info.size for info in store.list("")] == [0]
-
-
-def test_put_creates_only(store: Store) -> None:
-    store.put("run/a", b"first")
-    with pytest.raises(ObjectExists, match="run/a"):
-        store.put("run/a", b"second")
-    assert store.get("run/a") == b"first"
-
-
-def test_missing_object(store: Store) -> None:
-    store.put("run/a", b"x")
-    for key in ("run/b", "other/a", "run", "run/a/b"):
-        with pytest.raises(ObjectMissing, match=key):
-            store.get(key)
-
-
-def test_list_takes_a_plain_string_prefix_and_sorts(store: Store) -> None:
-    keys = ["a", "ab/1", "ab/2", "ab/2x/y", "abc", "b/1"]
-    for key in reversed(keys):
-        store.put(key, key.encode())
-    for prefix in ("", "a", "ab", "ab/", "ab/2", "ab/2x/", "abc", "b", "c", "ab/9/", "/", "..", "a//"):
-        found = store.list(prefix)
-        assert [info.key for info in found] == [key for key in keys if key.startswith(prefix)], prefix
-        assert all(info.size == len(info.key) and info.modified > 1e9 for info in found)
-
-
-def test_delete_twice(store: Store) -> None:
-    store.put("run/a", b"x")
-    store.delete("run/a")
-    store.delete("run/a")
-    assert store.list("") == []
-    store.put("run/a", b"again")
-
-
-@pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "../a", "a/../b", ".tmp/a", "a/.b", "a\0b"])
-def test_names_no_store_can_hold(store: Store, key: str) -> None:
-    with pytest.raises(StoreError, match="cannot be stored"):
-        store.put(key, b"x")
-
-
-def test_one_of_many_writers_wins(store: Store) -> None:
-    won: list[int] = []
-    gate = threading.Barrier(8)
-
-    def write(number: int) -> None:
-        gate.wait()
-        try:
-            store.put("run/same", str(number).encode())
-        except ObjectExists:
-            return
-        won.append(number)
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    assert store.get("run/same") == str(won[0]).encode()
-
-
-def test_probe_passes_and_leaves_nothing(store: Store) -> None:
-    probe(store)
-    assert store.list("") == []
+class TestContract(StoreContract):
+    pass
 
 
 def test_probe_refuses_a_store_that_overwrites() -> None:
     class Overwrites(MemoryStore):
-        def put(self, key: str, data: object) -> None:
+        def put(self, key: str, data: object, **rest: object) -> None:
             self.delete(key)
             super().put(key, data)  # type: ignore[arg-type]
 
+    store = Overwrites()
     with pytest.raises(StoreRefused, match="only once") as caught:
-        probe(Overwrites())
-    assert caught.value.hint
+        probe(store)
+    assert "hard links" in caught.value.hint
+    assert store.list("") == []
+
+
+@pytest.mark.parametrize("verb", ["put", "get", "list", "delete"])
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_probe_that_fails_leaves_nothing(verb: str, at: int) -> None:
+    kind = "lose_answer" if verb in ("put", "delete") else "fail_before"
+    store = FaultyStore(MemoryStore(), [Fault(verb, kind, at=at)])  # type: ignore[arg-type]
+    with contextlib.suppress(StoreRefused):
+        probe(store)
+        assert not store.fired
+    assert store.inner.list("") == []
 
 
 def test_probe_says_who_lacks_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +72,6 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_store("file:./runs").url == f"file:{tmp_path}/runs"
     assert open_store("memory:urls") is open_store("memory:urls")
     assert open_store("memory:urls") is not open_store("memory:")
-    with pytest.raises(StoreRefused, match="later version"):
-        open_store("s3://bucket/prefix")
     for url in ("runs", "ftp://x", "file:", ""):
         with pytest.raises(StoreRefused, match="memory:name"):
             open_store(url)
@@ -196,3 +129,58 @@ def test_folder_removed_under_an_open_store(tmp_path: Path) -> None:
     (tmp_path / "s" / "run").rmdir()
     store.put("run/a", b"y")
     assert store.get("run/a") == b"y"
+
+
+def test_a_folder_is_swept_of_old_temporary_files_only(tmp_path: Path) -> None:
+    store = FolderStore(str(tmp_path))
+    store.put("run/a", b"x")
+    for name, age_s in (("old", 1000), ("new", 10)):
+        (tmp_path / ".tmp" / name).write_bytes(b"litter")
+        at = (tmp_path / ".tmp" / name).stat().st_mtime - age_s
+        os.utime(tmp_path / ".tmp" / name, (at, at))
+    assert store.sweep(100) == 1
+    assert os.listdir(tmp_path / ".tmp") == ["new"]
+    assert store.get("run/a") == b"x"
+
+
+def test_a_folder_is_written_in_paced_pieces(tmp_path: Path) -> None:
+    asked: list[int] = []
+    FolderStore(str(tmp_path)).put("a", bytes(2 * PACED_WRITE + 5), pace=asked.append)
+    assert asked == [PACED_WRITE, PACED_WRITE, 5]
+
+
+def test_a_paced_put_that_is_stopped_in_the_middle(tmp_path: Path) -> None:
+    store = FolderStore(str(tmp_path))
+    left = [PACED_WRITE]
+
+    def pace(count: int) -> None:
+        if not left:
+            raise RuntimeError("stop")
+        left.pop()
+
+    with pytest.raises(RuntimeError, match="stop"):
+        store.put("run/a", bytes(2 * PACED_WRITE), pace=pace)
+    assert store.list("") == []
+    assert os.listdir(tmp_path / ".tmp") == []
+
+
+def test_faults_happen_when_the_script_says() -> None:
+    script = [
+        Fault("put", "fail_before", match="a"),
+        Fault("put", "lose_answer", match="b", at=2),
+        Fault("put", "burst", match="c", count=2),
+        Fault("get", "truncate", at=2, arg=3),
+        Fault("get", "flip", at=3, arg=9),
+        Fault("get", "delay", at=4, arg=0.01),
+        Fault("list", "hide", match="/b", at=2),
+    ]
+    store = FaultyStore(MemoryStore(), script)
+    store.put("run/b", b"012345")
+    for key, present in (("run/a", False), ("run/b2", True), ("run/c", False), ("run/c", False)):
+        with pytest.raises(StoreError, match=key):
+            store.put(key, b"x")
+        assert (key in [info.key for info in store.inner.list("")]) == present
+    store.put("run/c", b"x")
+    assert [bytes(store.get("run/b")) for _ in range(5)] == [b"012345", b"012", b"032345", b"012345", b"012345"]
+    assert [len(store.list("run/")) for _ in range(3)] == [3, 1, 3]
+    assert [fault for fault, _ in store.fired] == [script[0], script[1], script[2], script[2], *script[3:]]

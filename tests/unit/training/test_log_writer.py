@@ -10,8 +10,10 @@ import torch
 
 from everstep.core.errors import ChainError, Fenced, StoreFull
 from everstep.storage.chain import Chain
+from everstep.storage.manifest import CompressorSnapshot
 from everstep.storage.memory import MemoryStore
-from everstep.storage.store import Buffer
+from everstep.storage.store import Buffer, Pace
+from everstep.training.base_writer import BaseWriter
 from everstep.training.blueprint import Blueprint
 from everstep.training.log_writer import LogWriter
 from everstep.training.replica import Replica
@@ -25,7 +27,7 @@ class Refusing(MemoryStore):
 
     full: tuple[str, ...] = ()
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: Buffer, *, pace: Pace | None = None) -> None:
         if any(part in key for part in self.full):
             raise StoreFull("no space left")
         super().put(key, data)
@@ -45,14 +47,10 @@ class Logged:
             self.chain.put_base(shard, 0, to_batches(state.state.tensors()))
         self.replica = Replica(states, 1)
         self.digests = {0: self.worker.state.digest()}
-        self.writer = LogWriter(
-            self.chain,
-            self.replica,
-            segment_steps=segment_steps,
-            base_interval=base_interval,
-            max_lag_s=1e9,
-            based=dict.fromkeys(states, 0),
+        self.bases_writer = BaseWriter(
+            self.chain, self.replica, base_interval=base_interval, based=dict.fromkeys(states, 0)
         )
+        self.writer = LogWriter(self.chain, self.replica, self.bases_writer, segment_steps=segment_steps, max_lag_s=1e9)
 
     def train(self, steps: int, *, complete: bool = True) -> None:
         for _ in range(steps):
@@ -63,7 +61,7 @@ class Logged:
 
     def work(self, *, flush: bool = False) -> None:
         for _ in range(20):
-            if not self.writer.work(flush=flush):
+            if not self.writer.work(flush=flush) and not self.bases_writer.work():
                 return
         raise AssertionError("there is always more to write")
 
@@ -106,18 +104,38 @@ def test_a_flush_writes_all_that_is_complete_and_no_more(logged: Logged) -> None
     assert logged.ranges() == [(1, 2), (3, 3)] and logged.check() == 3
 
 
-def test_bases_roll_one_shard_a_call(logged: Logged) -> None:
+def test_bases_roll_one_shard_a_call_each_in_its_turn(logged: Logged) -> None:
     logged.train(4)
+    logged.writer.work(flush=True)
     written = []
-    while logged.writer.work(flush=True):
+    while logged.bases_writer.work():
         written.append(sum(len(logged.bases(shard)) for shard in range(3)))
     assert written == [4, 5, 6]
-    assert [logged.bases(shard) for shard in range(3)] == [[0, 4]] * 3
+    assert [logged.bases(shard) for shard in range(3)] == [[0, 1], [0, 2], [0, 4]]
     logged.train(3)
     logged.work(flush=True)
-    assert logged.bases() == [0, 4]
+    assert [logged.bases(shard) for shard in range(3)] == [[0, 1, 5], [0, 2, 6], [0, 4]]
     for target in range(8):
         assert logged.check(target) == target
+
+
+def test_bases_are_proved_and_can_be_named(logged: Logged) -> None:
+    logged.train(4)
+    logged.work(flush=True)
+    assert [(base.shard, base.lsn) for base in logged.bases_writer.proved] == [(0, 1), (1, 2), (2, 4)]
+    logged.chain.name_bases(logged.bases_writer.proved)
+    named = logged.chain.manifest.bases
+    assert [(base.shard, base.lsn, base.round) for base in named] == [(0, 1, 0), (1, 2, 0), (2, 4, 0)]
+    version = logged.chain.manifest.version
+    logged.chain.name_bases(logged.bases_writer.proved)
+    assert logged.chain.manifest.version == version
+
+
+def test_a_settled_writer_begins_no_more_bases(logged: Logged) -> None:
+    logged.train(4)
+    logged.writer.work(flush=True)
+    logged.bases_writer.settle()
+    assert not logged.bases_writer.work() and logged.bases() == [0]
 
 
 def test_a_base_is_taken_where_the_state_is_if_that_is_later(logged: Logged) -> None:
@@ -125,7 +143,7 @@ def test_a_base_is_taken_where_the_state_is_if_that_is_later(logged: Logged) -> 
     with logged.replica.merge_lock:
         logged.replica.merge(1)
     logged.work(flush=True)
-    assert [logged.bases(shard) for shard in range(3)] == [[0, 4], [0, 6], [0, 4]]
+    assert [logged.bases(shard) for shard in range(3)] == [[0, 5], [0, 6], [0, 4]]
     logged.train(1)
     logged.work(flush=True)
     assert logged.bases() == [0, 6] and all(logged.check(target) == target for target in range(8))
@@ -168,7 +186,7 @@ def test_a_base_that_is_refused_comes_later(logged: Logged) -> None:
     assert logged.durable() == {4}
     logged.store.full = ()
     logged.work(flush=True)
-    assert [logged.bases(shard)[-1] for shard in range(3)] == [4, 4, 4]
+    assert [logged.bases(shard)[-1] for shard in range(3)] == [1, 2, 4]
 
 
 def test_what_a_fenced_writer_wrote_does_not_become_durable(logged: Logged) -> None:
@@ -226,4 +244,4 @@ def test_slices_of_a_snapshot_are_written_one_by_one(logged: Logged) -> None:
     assert logged.writer.work(flush=False) and logged.writer.slices == {4: {0}}
     logged.work()
     assert logged.writer.slices == {4: {0, 1}}
-    assert same(read_residual(logged.chain, 1, 4, [0, 1]), parts)
+    assert same(read_residual(logged.chain, CompressorSnapshot(1, 4, 2)), parts)

@@ -323,3 +323,13 @@ def test_a_shard_starts_again_from_a_state_taken_elsewhere(replica: Replica, liv
     assert replica.complete == 4 and replica.held_bytes() == 0 and replica.cut(1, 0.0, all_of_it=True) == []
     feed(replica, live, (5, 6), complete=6)
     assert merge_all(replica) == live.digests[6]
+
+
+def test_long_segments_are_cut_into_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    from everstep.training import replica as module
+
+    batches = [pa.record_batch({"x": pa.array([0] * n, pa.int64())}) for n in (1, 1, 5, 1, 1, 1)]
+    monkeypatch.setattr(module, "CUT_BYTES", 3 * 8)
+    pieces = [(cut.first, cut.last, len(cut.batches)) for cut in module._pieces(2, batches, 7)]
+    assert pieces == [(7, 8, 2), (9, 9, 1), (10, 12, 3)]
+    assert module._pieces(2, [], 0) == []

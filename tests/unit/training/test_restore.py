@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from everstep.core.errors import ChainError, ChainGap, CorruptObject, StateMismatch, StepNotKept
 from everstep.storage.chain import Chain
-from everstep.storage.keys import BaseKey, SegmentKey
+from everstep.storage.keys import BaseKey, DataKey, SegmentKey, inside
 from everstep.storage.manifest import CompressorSnapshot
 from everstep.storage.memory import MemoryStore
 from everstep.training.blueprint import Blueprint
@@ -59,15 +59,15 @@ class Stored:
         for shard, state in replicas.items():
             self.chain.put_base(shard, state.lsn, to_batches(state.state.tensors()))
 
-    def damage(self, kind: type, shard: int, lsn: int) -> str:
-        """Flip one bit in the middle of an object; return its path."""
+    def damage(self, kind: type[BaseKey | SegmentKey], shard: int, lsn: int) -> DataKey:
+        """Flip one bit in the middle of an object; return its key."""
         for key, _ in self.chain.listing().objects:
-            if isinstance(key, kind) and key.shard == shard and lsn == getattr(key, "lsn", getattr(key, "first", None)):  # type: ignore[attr-defined]
-                name = f"r/{key.path}"  # type: ignore[attr-defined]
+            if isinstance(key, kind) and key.shard == shard and lsn == getattr(key, "lsn", getattr(key, "first", None)):
+                name = f"r/{key.path}"
                 data, when = self.store._objects[name]
                 at = len(data) // 2
                 self.store._objects[name] = (data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], when)
-                return str(key.path)  # type: ignore[attr-defined]
+                return key
         raise AssertionError("no such object")
 
 
@@ -121,53 +121,64 @@ def test_a_restored_run_goes_on_as_if_nothing_was(stored: Stored) -> None:
 
 @pytest.mark.parametrize("shard", [0, 1])
 def test_an_older_base_stands_in_for_a_damaged_one(stored: Stored, shard: int) -> None:
-    path = stored.damage(BaseKey, shard, 6)
+    key = stored.damage(BaseKey, shard, 6)
     states, plan, damage = restore(stored.chain, stored.blueprint)
     assert whole_digest(list(states.values())) == stored.digests[STEPS]
-    assert list(damage) == [path] and path in damage[path] and "checksum" in damage[path]
+    assert list(damage) == [key] and key.path in damage[key] and "checksum" in damage[key]
     assert {part.shard: part.base.lsn for part in plan.shards} == {s: 3 if s == shard else 6 for s in stored.shards}
     deeper = stored.damage(BaseKey, shard, 3)
     states, _, damage = restore(stored.chain, stored.blueprint)
-    assert whole_digest(list(states.values())) == stored.digests[STEPS] and set(damage) == {path, deeper}
+    assert whole_digest(list(states.values())) == stored.digests[STEPS] and set(damage) == {key, deeper}
 
 
 def test_without_a_whole_base_the_message_names_the_damaged_ones(stored: Stored) -> None:
-    paths = [stored.damage(BaseKey, 1, lsn) for lsn in BASES]
+    keys = [stored.damage(BaseKey, 1, lsn) for lsn in BASES]
     with pytest.raises(ChainError) as caught:
         restore(stored.chain, stored.blueprint)
-    assert all(path in caught.value.message for path in paths) and caught.value.hint
+    assert all(key.path in caught.value.message for key in keys) and caught.value.hint
 
 
 def test_a_damaged_last_segment_gives_the_step_before_and_is_told(stored: Stored) -> None:
-    path = stored.damage(SegmentKey, 2, 7)
+    key = stored.damage(SegmentKey, 2, 7)
     states, plan, damage = restore(stored.chain, stored.blueprint)
     assert plan.target == 6 and whole_digest(list(states.values())) == stored.digests[6]
-    assert list(damage) == [path] and path in damage[path]
+    assert list(damage) == [key] and key.path in damage[key]
     with pytest.raises(ChainError) as caught:
         restore(stored.chain, stored.blueprint, target=9)
-    assert path in caught.value.message and "checksum" in caught.value.message and caught.value.hint
+    assert key.path in caught.value.message and "checksum" in caught.value.message and caught.value.hint
     states, _, damage = restore(stored.chain, stored.blueprint, target=6)
     assert whole_digest(list(states.values())) == stored.digests[6] and not damage
 
 
 def test_a_damaged_segment_in_the_middle_is_named_in_a_typed_error() -> None:
     stored = Stored(toy_recipe(shards=2), bases=())
-    path = stored.damage(SegmentKey, 2, 4)
+    key = stored.damage(SegmentKey, 2, 4)
     for target in (None, 5, 8):
         with pytest.raises(ChainGap) as caught:
             restore(stored.chain, stored.blueprint, target=target)
-        assert path in caught.value.message and "checksum" in caught.value.message and caught.value.hint
+        assert key.path in caught.value.message and "checksum" in caught.value.message and caught.value.hint
     states, _, _ = restore(stored.chain, stored.blueprint, target=3)
     assert whole_digest(list(states.values())) == stored.digests[3]
 
 
 def test_a_later_base_bridges_a_damaged_segment(stored: Stored) -> None:
-    path = stored.damage(SegmentKey, 1, 4)
+    key = stored.damage(SegmentKey, 1, 4)
     states, _, damage = restore(stored.chain, stored.blueprint)
     assert whole_digest(list(states.values())) == stored.digests[STEPS] and not damage
     with pytest.raises(ChainError) as caught:
         restore(stored.chain, stored.blueprint, target=5)
-    assert path in caught.value.message
+    assert key.path in caught.value.message
+
+
+def test_damage_in_several_shards_is_named_altogether(stored: Stored) -> None:
+    keys = [stored.damage(BaseKey, 0, 6), stored.damage(BaseKey, 1, 6), stored.damage(BaseKey, 1, 3)]
+    keys.append(stored.damage(SegmentKey, 2, 7))
+    states, plan, damage = restore(stored.chain, stored.blueprint)
+    assert plan.target == 6 and whole_digest(list(states.values())) == stored.digests[6]
+    assert set(damage) == set(keys) and all(key.path in damage[key] for key in keys)
+    with pytest.raises(ChainError) as caught:
+        restore(stored.chain, stored.blueprint, target=STEPS)
+    assert all(key.path in caught.value.message for key in (keys[0], keys[1], keys[3]))
 
 
 def test_a_missing_object_is_planned_around(stored: Stored) -> None:
@@ -181,11 +192,11 @@ def test_a_missing_object_is_planned_around(stored: Stored) -> None:
     stored.store.delete(f"r/{gone.path}")
     chain = Stale(stored.store, "r", stored.chain.manifest)
     states, _, damage = restore(chain, stored.blueprint)
-    assert whole_digest(list(states.values())) == stored.digests[STEPS] and list(damage) == [gone.path]
+    assert whole_digest(list(states.values())) == stored.digests[STEPS] and list(damage) == [gone]
 
 
 def test_excluded_objects_are_not_used(stored: Stored) -> None:
-    later = frozenset(key.path for key in stored.chain.listing().bases() if key.lsn > 0)
+    later = frozenset(key for key in stored.chain.listing().bases() if key.lsn > 0)
     states, plan, _ = restore(stored.chain, stored.blueprint, exclude=later)
     assert {part.base.lsn for part in plan.shards} == {0}
     assert whole_digest(list(states.values())) == stored.digests[STEPS]
@@ -201,7 +212,7 @@ def test_a_replay_that_does_not_lead_to_the_logged_digest_is_refused() -> None:
     state = stored.blueprint.shard_state(1)
     with torch.no_grad():
         next(iter(state.state.params.values())).add_(1)
-    later = frozenset(key.path for key in stored.chain.listing().bases(1))
+    later = frozenset(stored.chain.listing().bases(1))
     stored.chain.put_base(1, 0, to_batches(state.state.tensors()))
     restore(stored.chain, stored.blueprint, target=1, exclude=later)
     with pytest.raises(StateMismatch, match="shard 1: .*step 2"):
@@ -220,7 +231,7 @@ def test_residuals_come_back_slice_by_slice(stored: Stored) -> None:
     parts = {0: torch.randn(5), 1: torch.randn(4)}
     for number, part in parts.items():
         stored.chain.put_compressor(4, number, to_batches({"residual": part}), {"slices": "2"})
-    assert same(read_residual(stored.chain, 1, 4, [0, 1]), parts)
+    assert same(read_residual(stored.chain, CompressorSnapshot(1, 4, 2)), parts)
     assert best_snapshot(stored.chain, 9) is None
     stored.chain.update(compressor=(CompressorSnapshot(1, 2, 2), CompressorSnapshot(1, 4, 2)))
     assert best_snapshot(stored.chain, 9) == best_snapshot(stored.chain, 4) == CompressorSnapshot(1, 4, 2)
@@ -243,8 +254,8 @@ def test_verify_finds_another_end_and_damage(stored: Stored) -> None:
     stored.chain.update(state="closed", closing={"last_lsn": STEPS, "digest": stored.digests[STEPS - 1]})
     with pytest.raises(StateMismatch, match=f"state of step {STEPS}"):
         verify(stored.chain, stored.recipe)
-    path = stored.damage(BaseKey, 1, 3)
-    with pytest.raises(CorruptObject, match=path):
+    key = stored.damage(BaseKey, 1, 3)
+    with pytest.raises(CorruptObject, match=key.path):
         verify(stored.chain, stored.recipe)
 
 
@@ -290,8 +301,8 @@ def test_export_writes_what_other_tools_read(stored: Stored, tmp_path: Path, ste
 
 
 def test_export_of_a_damaged_run_says_what_was_left_out(stored: Stored, tmp_path: Path) -> None:
-    path = stored.damage(BaseKey, 1, 6)
-    assert export(stored.chain, stored.recipe, None, str(tmp_path))["damaged_objects_left_out"] == [path]
+    key = stored.damage(BaseKey, 1, 6)
+    assert export(stored.chain, stored.recipe, None, str(tmp_path))["damaged_objects_left_out"] == [inside("r", key)]
 
 
 def test_there_is_no_best_step_without_an_evaluation(stored: Stored, tmp_path: Path) -> None:

@@ -1,0 +1,135 @@
+"""What a fault handler writes down as a run goes on: names of bases and snapshots, what is collected, new intervals.
+
+It only looks at what the checkpoint actors said last; writing is the notebook's, so that a store that is away holds
+nobody up.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from everstep.core import clock
+from everstep.core.errors import CorruptObject, StoreError
+from everstep.platform.costs import Costs, History, limits_of
+from everstep.platform.settings import JobSettings
+from everstep.platform.tuner import TUNERS
+from everstep.storage.chain import Chain
+from everstep.storage.collect import collect
+from everstep.storage.manifest import Base, CompressorSnapshot, Manifest
+from everstep.storage.retention import Retention
+
+if TYPE_CHECKING:
+    from everstep.actors.context import RunContext
+
+COLLECT_S = 60.0  # between two collections
+TUNE_S = 10.0
+LOGGER = logging.getLogger("everstep")
+
+
+class Bookkeeper:
+    """Keeps the books of one run.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self.run = run
+        self._named: dict[int, int] = {}  # by shard, the lsn of the last base that was noted
+        self._snapshots: set[int] = set()
+        self._collected = self._tuned = clock.monotonic()
+
+    def look(self) -> None:
+        """Note what has become known."""
+        self.name_all()
+        if clock.monotonic() - self._collected > COLLECT_S:
+            self._collected = clock.monotonic()
+            self.run.notebook.do(self._collect)
+        if clock.monotonic() - self._tuned > TUNE_S:
+            self._tuned = clock.monotonic()
+            self._tune()
+
+    def name_all(self) -> None:
+        """Note the bases that were proved and the snapshots that are complete."""
+        status = self.run.checkpointers.status
+        self._name_bases([base for part in status for base in part.get("proved", ())])
+        self._name_snapshots([part.get("slices", {}) for part in status])
+
+    def _name_bases(self, proved: list[Base]) -> None:
+        fresh = [base for base in proved if base.lsn > self._named.get(base.shard, -1)]
+        if fresh:
+            self._named |= {base.shard: base.lsn for base in sorted(fresh, key=lambda base: base.lsn)}
+            self.run.notebook.do(lambda chain: chain.name_bases(fresh))
+
+    def _name_snapshots(self, parts: list[dict[int, list[int]]]) -> None:
+        found: dict[int, set[int]] = {}
+        for part in parts:
+            for lsn, slices in part.items():
+                found.setdefault(int(lsn), set()).update(slices)
+        size = self.run.settings.workers.size
+        fresh = {lsn for lsn, slices in found.items() if len(slices) == size} - self._snapshots
+        if fresh:
+            self._snapshots |= fresh
+            generation = self.run.chain.manifest.generation
+            named = [CompressorSnapshot(generation, lsn, size) for lsn in sorted(fresh)]
+            self.run.notebook.do(lambda chain: chain.update(lambda manifest: _with_snapshots(manifest, named)))
+
+    def _tune(self) -> None:
+        """Derive the intervals anew from what was measured, and tell what changes and why."""
+        check, before = self.run.settings.checkpoint, self.run.checkpointers.intervals
+        if check.tuner == "off" or not self.run.checkpointers:
+            return
+        tuned = TUNERS[check.tuner](measured(self.run), history(self.run), limits_of(check), before)
+        for reason in tuned.reasons:
+            LOGGER.info("run=%s tuner=%s %s", self.run.name, check.tuner, reason)
+        if tuned.intervals != before:
+            for reason in (reason for reason in tuned.reasons if "->" in reason):
+                self.run.tell(reason)
+            self.run.checkpointers.retune(tuned.intervals)
+            self.run.crew.retune(tuned.intervals.compressor_interval)
+
+    def _collect(self, chain: Chain) -> None:
+        try:
+            done = collect(chain, retention_of(self.run.settings))
+        except (StoreError, CorruptObject) as error:  # best effort: what is too much now is too much next time
+            self.run.tell(f"nothing was collected: {error.message}")
+            return
+        if done.deleted:
+            self.run.tell(f"collected {done.deleted} objects, {done.bytes} bytes: {'; '.join(done.plan.reasons)}")
+
+
+def retention_of(settings: JobSettings) -> Retention:
+    """Return what a job's settings keep."""
+    check, compression = settings.checkpoint, settings.compression
+    residual = compression.method != "none" and compression.residual != "none"
+    return Retention(check.keep_rounds, check.keep_every, 3600.0 * check.keep_hours, check.gc_age_s, residual)
+
+
+def measured(run: RunContext) -> Costs:
+    """Return what the workers and checkpoint actors have measured; zero counts as not measured yet."""
+    parts = [status.get("costs", {}) for status in run.checkpointers.status]
+    most = {name: max((part.get(name, 0.0) for part in parts), default=0.0) or None for name in ("lag_s", "load_s")}
+    sums = {
+        name: sum(part.get(name, 0.0) for part in parts) or None
+        for name in ("segment_s", "base_s", "replay_s", "bytes_per_step", "round_bytes")
+    }
+    pauses = [body["seconds_to_next_step"] for _, body in run.healings.stored if body["seconds_to_next_step"]]
+    latest = run.crew.latest
+    return Costs(
+        step_s=latest.get("step_s"), stall_s=latest.get("stall_s"), snapshot_s=latest.get("snapshot_s") or None,
+        snapshot_bytes=run.snapshot_bytes, restart_s=sum(pauses) / len(pauses) if pauses else None, **sums, **most,
+    )  # fmt: skip
+
+
+def history(run: RunContext) -> History:
+    """Return the failures of the run so far, over the time that its steps took."""
+    kinds = [body["kind"] for _, body in run.healings.stored]
+    total = sum(kind in ("cluster_lost", "kill_everything") for kind in kinds)
+    return History(run.lsn() * (run.crew.latest.get("step_s") or 0.0), len(kinds), total)
+
+
+def _with_snapshots(manifest: Manifest, named: list[CompressorSnapshot]) -> dict[str, Any]:
+    newest = max((snapshot.lsn for snapshot in manifest.compressor), default=-1)
+    fresh = tuple(s for s in named if s.lsn > newest and s.generation == manifest.generation)
+    return {"compressor": manifest.compressor + fresh} if fresh else {}

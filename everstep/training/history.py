@@ -1,0 +1,39 @@
+"""What a run's events say about its history: a run may have gone back to an earlier step and on another way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Events = Mapping[str, Mapping[str, Any]]
+
+
+def evaluation_name(lsn: int, generation: int) -> str:
+    """Return the event name of an evaluation at `lsn`."""
+    return f"eval-{lsn:012d}-g{generation:06d}"
+
+
+def rewind_name(generation: int) -> str:
+    """Return the event name of the going back with which a generation began."""
+    return f"rewound-g{generation:06d}"
+
+
+def bodies(events: Events, prefix: str) -> list[dict[str, Any]]:
+    """Return the bodies of the events whose name starts with `prefix`, by name."""
+    return [dict(body) for name, body in sorted(events.items()) if name.startswith(prefix)]
+
+
+def evaluations(events: Events) -> list[dict[str, Any]]:
+    """Return the evaluations that lie on the run's history, one a step, oldest first."""
+    rewinds = bodies(events, "rewound-")
+    found = {}
+    for body in sorted(bodies(events, "eval-"), key=lambda body: (body["lsn"], body.get("generation", 1))):
+        generation = body.get("generation", 1)
+        if not any(r["generation"] > generation and body["lsn"] > r["step"] for r in rewinds):
+            found[body["lsn"]] = body
+    return list(found.values())
+
+
+def best(events: Events) -> dict[str, Any] | None:
+    """Return the evaluation of the history with the lowest loss, the earliest of equals; None if there is none."""
+    return min(evaluations(events), key=lambda body: float(body["loss"]), default=None)
