@@ -8,7 +8,7 @@ WANTED := $(or $(TORCH),$(HELD))
 PIP_TORCH := $(if $(WANTED),"$(WANTED)",-c constraints/cpu.txt)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test unit cluster soak check format bench docs clean other-torch
+.PHONY: setup demo test unit store cluster soak check format bench docs clean other-torch
 
 setup: $(READY)
 
@@ -26,10 +26,13 @@ $(READY): pyproject.toml constraints/cpu.txt
 demo: setup
 	$(BIN)/python examples/demo.py
 
-test: unit cluster
+test: unit store cluster
 
 unit: setup
-	$(BIN)/pytest tests/unit -n 2 $(PYTEST_ARGS)
+	$(BIN)/pytest tests/unit tests/golden -n 2 $(PYTEST_ARGS)
+
+store: setup
+	$(BIN)/pytest tests/s3 tests/faults -n 2 $(PYTEST_ARGS)
 
 cluster: setup
 	$(BIN)/pytest tests/cluster -m "not soak" -n 2 --dist worksteal $(PYTEST_ARGS)

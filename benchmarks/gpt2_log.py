@@ -26,10 +26,10 @@ from everstep.training.record import StepResult, pack
 from everstep.training.replica import Replica
 from everstep.training.restore import restore
 from everstep.training.shard_state import ShardState, to_batches
-from everstep.training.state import combine_digests
+from everstep.training.state import combine_digests, tensor_digest
 
 T = TypeVar("T")
-DRAWN = 4  # different gradients, used in turn
+DRAWN = 2  # different gradients, used in turn
 CASES: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},
     "topk 1 %": {"compressor": "topk", "density": 0.01},
@@ -74,6 +74,9 @@ class Counting:
         self.requests["list"] += 1
         return self.inner.list(prefix, after)
 
+    def tops(self) -> tuple[str, ...]:
+        return self.inner.tops()
+
     def delete(self, key: str) -> None:
         self.requests["delete"] += 1
         self.inner.delete(key)
@@ -90,8 +93,7 @@ class Log:
 
     def __init__(self, plan: Plan, store: FolderStore, case: str) -> None:
         self.plan, self.case, self.store = plan, case, Counting(store)
-        recipe = {"task": "gpt2_shapes:Gpt2", "task_options": plan.sizes, "optimizer": "adamw", **CASES[case]}
-        self.blueprint = Blueprint(Recipe(**recipe, optimizer_options={"lr": 1e-4}, shards=plan.shards))
+        self.blueprint = blueprint_of(plan, case)
         self.layout, self.live = self.blueprint.layout, self.blueprint.live_state()
         self.flat = torch.empty(self.layout.size)
         self.deltas = list(self._draw())
@@ -140,8 +142,8 @@ class Log:
         return timed(hand_over)[0]
 
     def _digest(self, shard: ShardState) -> str:
-        names = {name for name in self.live.tensors() if shard.state.owns(name)}
-        return combine_digests({n: d for n, d in self.live.tensor_digests().items() if n in names})
+        own = {name: tensor for name, tensor in self.live.tensors().items() if shard.state.owns(name)}
+        return combine_digests({name: tensor_digest(tensor) for name, tensor in own.items()})
 
     def put_bases(self) -> None:
         """Write the first base of every shard, as an actor does that starts a run."""
@@ -149,7 +151,7 @@ class Log:
             self.chain.put_base(shard, state.lsn, to_batches(state.state.tensors()))
 
     def write_steps(self, steps: int) -> tuple[float, float]:
-        """Take and log steps; return the seconds that the records cost, and those of the bases that fell due."""
+        """Take and log steps; return the seconds of the records, and of the bases that fell due, with merging."""
         log_s = base_s = 0.0
         for step in range(1, steps + 1):
             log_s += self.take_step()
@@ -165,11 +167,27 @@ class Log:
         del self.replica, self.writer, self.bases, self.deltas, self.flat
         gc.collect()
 
-    def restore(self, after: int) -> float:
-        """Restore the state `after` steps from its first base through the log; return the seconds."""
-        later = frozenset(key for key in self.chain.listing().bases() if key.lsn > 1)
-        seconds, (states, _, _) = timed(lambda: restore(self.chain, self.blueprint, target=1 + after, exclude=later))
-        if wanted := self.digests.pop(1 + after, None):  # once: hashing takes as long as restoring
-            found = {n: d for state in states.values() for n, d in state.state.tensor_digests().items()}
-            assert combine_digests(found) == wanted, f"step {1 + after} was not restored to its bits"
-        return seconds
+
+def blueprint_of(plan: Plan, case: str) -> Blueprint:
+    recipe = {"task": "gpt2_shapes:Gpt2", "task_options": plan.sizes, "optimizer": "adamw", **CASES[case]}
+    return Blueprint(Recipe(**recipe, optimizer_options={"lr": 1e-4}, shards=plan.shards))
+
+
+def restored(plan: Plan, root: str, case: str, after: int, wanted: str | None) -> float:
+    """Restore the state `after` steps from the first base of a log; return the seconds.
+
+    Args:
+        plan: what the log is made of.
+        root: its folder.
+        case: which of `CASES` it is.
+        after: steps to replay.
+        wanted: the digest that the state must have; None: not checked, hashing takes as long as restoring.
+    """
+    chain, blueprint = Chain.open(FolderStore(root), "bench"), blueprint_of(plan, case)
+    blueprint.live_state()  # torch imports a good part of itself for the first optimizer, whoever builds it
+    later = frozenset(key for key in chain.listing().bases() if key.lsn > 1)
+    seconds, (states, _, _) = timed(lambda: restore(chain, blueprint, target=1 + after, exclude=later))
+    if wanted is not None:
+        found = {n: d for state in states.values() for n, d in state.state.tensor_digests().items()}
+        assert combine_digests(found) == wanted, f"step {1 + after} was not restored to its bits"
+    return seconds

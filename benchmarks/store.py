@@ -5,9 +5,9 @@ usage: python benchmarks/store.py [--repeats 5] [--shards 4] [--steps 0,10,50] [
            [--layers 12] [--width 768] [--heads 12] [--vocabulary 50257] [--context 1024]
 
 Shapes of GPT-2 small with AdamW (`gpt2_shapes.py`), one process, the chain driven as a checkpoint actor drives it.
-Gradients are drawn at random: their values change no time and no size. All files are read from the page cache. Each
-repeat measures every way to restore once, one after the other, so that a drift of the machine hits all alike; ratios
-are of one repeat, shown as median and spread. Lines of JSON, then a table.
+Gradients are drawn at random. Every way to restore runs in a process of its own, as after a crash, with its files in
+the page cache. Each repeat measures all of them once, one after the other, so that a drift of the machine hits all
+alike; ratios are of one repeat, as median and spread. Lines of JSON, then a table.
 
 A smaller run: python benchmarks/store.py --layers 2 --width 128 --heads 4 --vocabulary 2000 --context 128 --repeats 2
 """
@@ -15,19 +15,20 @@ A smaller run: python benchmarks/store.py --layers 2 --width 128 --heads 4 --voc
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from gpt2_log import CASES, Log, Plan, timed
+from gpt2_log import CASES, Log, Plan, restored, timed
 from gpt2_shapes import Gpt2
 
 from everstep.storage.folder import FolderStore
@@ -74,7 +75,7 @@ def save_log(log: Log, steps: list[int], step_seconds: float) -> dict[str, Any]:
         seconds_a_step=round(log_s / count, 4),
         state_bytes=base_bytes,
         state_seconds=round(base_s, 3),
-        rolling_base_seconds=round(rolled_s, 3),
+        rolling_bases_with_merging_seconds=round(rolled_s, 3),
         steps=count,
         segment_steps=log.plan.segment_steps,
         base_interval=log.plan.base_interval,
@@ -90,6 +91,15 @@ def save_log(log: Log, steps: list[int], step_seconds: float) -> dict[str, Any]:
 def files_of(path: str) -> list[str]:
     inside = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
     return inside or [path]
+
+
+def warm(path: str) -> None:
+    """Bring files into the page cache, where memory pressure may have driven them from."""
+    room = bytearray(1 << 20)
+    for name in files_of(path) if path else ():
+        with open(name, "rb", buffering=0) as file:
+            while file.readinto(room):
+                pass
 
 
 def sync(path: str) -> None:
@@ -116,14 +126,16 @@ def writer_to(path: str) -> dcp.FileSystemWriter:
     return dcp.FileSystemWriter(path, sync_files=False)  # synced afterwards, as a whole
 
 
-def load_torch(folder: str) -> Any:
-    return torch.load(os.path.join(folder, "state.pt"), weights_only=True)
+def load_torch(folder: str) -> float:
+    return timed(lambda: torch.load(os.path.join(folder, "state.pt"), weights_only=True))[0]
 
 
-def load_dcp(folder: str, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> Any:
-    state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-    dcp.load(state, checkpoint_id=os.path.join(folder, "dcp"), no_dist=True)
-    return state
+def load_dcp(folder: str, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> float:
+    def load() -> None:
+        state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        dcp.load(state, checkpoint_id=os.path.join(folder, "dcp"), no_dist=True)
+
+    return timed(load)[0]
 
 
 class PlainTraining:
@@ -149,22 +161,25 @@ def measure(
     training: PlainTraining,
     shapes: Mapping[str, tuple[torch.Size, torch.dtype]],
 ) -> dict[str, list[float]]:
-    """Time every way to get a state back, and plain steps, in turn; by name, one value a repeat."""
-    acts: dict[str, Callable[[], float]] = {
-        "torch.load": lambda: timed(lambda: load_torch(folder))[0],
-        "dcp.load": lambda: timed(lambda: load_dcp(folder, shapes))[0],
-        "step": lambda: timed(training.step)[0],
+    """Time every way to get a state back, and a plain step, in turn; by name, one value a repeat."""
+    acts: dict[str, tuple[str, Callable[..., float], tuple[Any, ...]]] = {
+        "torch.load": (f"{folder}/state.pt", load_torch, (folder,)),
+        "dcp.load": (f"{folder}/dcp", load_dcp, (folder, dict(shapes))),
     }
     for case, (log, steps) in logs.items():
-        for after in steps:
-            acts[f"{case} {after}"] = lambda log=log, after=after: log.restore(after)  # type: ignore[misc]
-    times: dict[str, list[float]] = {name: [] for name in acts}
-    for repeat in range(repeats + 1):
-        for name, act in acts.items():
-            gc.collect()
-            seconds = act()
-            if repeat:  # the first is for warming up, and checks the bits
-                times[name].append(seconds)
+        root = log.store.inner.root
+        acts |= {f"{case} {after}": (root, restored, (log.plan, root, case, after)) for after in steps}
+    times: dict[str, list[float]] = {name: [] for name in (*acts, "step")}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as fresh:
+        for repeat in range(repeats):
+            times["step"].append(timed(training.step)[0])
+            for name, (path, act, given) in acts.items():
+                if act is restored:
+                    log = logs[given[2]][0]
+                    given = (*given, None if repeat else log.digests[1 + given[3]])
+                warm(path)
+                times[name].append(fresh.submit(act, *given).result())
     return times
 
 
@@ -221,15 +236,15 @@ def table(rows: list[dict[str, Any]], times: Mapping[str, list[float]]) -> None:
             cells += [f"{row[name] / 1e9:.1f}" for name in ("log_bytes_an_hour", "base_bytes_an_hour")]
         print(f"{row['case']:12}" + "".join(f"{cell:>11}" for cell in cells))
     heads = ("K", "s", "load s", "r ms", "/ torch.load", "/ dcp.load", "step / r")
-    print("\n" + f"{'restore':12}" + "".join(f"{head:>18}" for head in heads))
+    print("\n" + f"{'restore':12}" + "".join(f"{head:>20}" for head in heads))
     for row in (row for row in rows if row["section"] == "restore"):
         replay, gain = row["replay_seconds_a_step"], row["step_over_replay"]
         cells = [str(row["steps"]), between(row["seconds"]), between(row["load_seconds"])]
         cells += [between([1e3 * value for value in replay], 0) if replay else "-"]
         cells += [between(row["over_torch_load"]), between(row["over_dcp_load"]), between(gain, 1) if gain else "-"]
-        print(f"{row['case']:12}" + "".join(f"{cell:>18}" for cell in cells))
+        print(f"{row['case']:12}" + "".join(f"{cell:>20}" for cell in cells))
     for name in ("torch.load", "dcp.load", "step"):
-        print(f"{name:12}" + f"{between(spread(times[name])):>36} s")
+        print(f"{name:12}" + f"{between(spread(times[name])):>40} s")
 
 
 def between(values: list[float], digits: int = 2) -> str:
@@ -278,7 +293,7 @@ def run(options: argparse.Namespace, folder: str, training: PlainTraining) -> No
 
 def main() -> None:
     options = parsed()
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
     training = PlainTraining(options)
     parameters = sum(param.numel() for param in training.model.parameters())
     show("setup", "model", parameters=parameters, batch=options.batch, torch=torch.__version__,

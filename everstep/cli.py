@@ -11,24 +11,30 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 import everstep
 from everstep import console
+from everstep.cli_chain import chain
+from everstep.cli_runs import runs
+from everstep.cli_shared import STORE_VARIABLE as STORE_VARIABLE
+from everstep.cli_shared import (
+    json_option,
+    located_step,
+    open_run,
+    run_argument_as,
+    set_option,
+    settings_of,
+    shown,
+)
 from everstep.core.errors import EverstepError, UserCodeFailed, UserError
 
 if TYPE_CHECKING:
     from everstep.platform.settings import JobSettings
-    from everstep.storage.chain import Chain
-    from everstep.training.recipe import Recipe
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-STORE_VARIABLE = "EVERSTEP_STORE"
-DEFAULT_STORE = "file:./everstep-runs"
 INTERRUPTED = 130
 
 
@@ -70,24 +76,8 @@ def _report(error: Exception) -> tuple[dict[str, Any], int]:
     else:
         message, hint = f"{name}: {message}", "this is a defect of everstep; run it again with --debug to see where"
     console.complain(message, hint, bare=isinstance(error, UserCodeFailed))
-    return {"error": {"class": name, "message": message, "hint": hint}, "exit_code": code}, code
-
-
-def _json_option(command: F) -> F:
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")(command)
-
-
-def _set_option(command: F) -> F:
-    return click.option(
-        "--set", "overrides", multiple=True, metavar="A.B=C", help="Change a key of the job file; may be given often."
-    )(command)
-
-
-def _run_argument(command: F) -> F:
-    command = click.option(
-        "--store", default=DEFAULT_STORE, envvar=STORE_VARIABLE, show_default=True, help="Where the run is kept."
-    )(command)
-    return click.argument("run", metavar="RUN")(command)
+    facts = dict(error.facts) if isinstance(error, EverstepError) else {}
+    return facts | {"error": {"class": name, "message": message, "hint": hint}, "exit_code": code}, code
 
 
 @click.group(cls=Command, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -96,7 +86,7 @@ def _run_argument(command: F) -> F:
 def main(debug: bool) -> None:
     """Train PyTorch models on Ray without losing a finished step.
 
-    RUN is the name of a run in --store, or a path such as ./everstep-runs/NAME.
+    RUN is the name of a run in --store, or a path such as ./everstep-runs/NAME or s3://bucket/prefix/NAME.
     """
     here = os.getcwd()
     if here not in sys.path and here != os.path.dirname(everstep.__file__):
@@ -115,9 +105,9 @@ def ask(*words: str) -> dict[str, Any]:
 
 @main.command()
 @click.argument("job", metavar="JOB.toml")
-@_set_option
+@set_option
 @click.option("--fault", "faults", multiple=True, metavar="KIND@STEP:K=V", help="Inject a fault; may be given often.")
-@_json_option
+@json_option
 def train(job: str, overrides: tuple[str, ...], faults: tuple[str, ...], as_json: bool) -> dict[str, Any]:
     """Start the run that JOB.toml describes and follow it to its end."""
     from everstep.platform.settings import load, named
@@ -126,84 +116,84 @@ def train(job: str, overrides: tuple[str, ...], faults: tuple[str, ...], as_json
 
 
 @main.command()
-@_run_argument
+@run_argument_as("RUN[@STEP]")
 @click.option("--exact", is_flag=True, help="Go back to the last compressor snapshot and recompute: the same bits.")
-@_set_option
-@_json_option
-def resume(run: str, store: str, exact: bool, overrides: tuple[str, ...], as_json: bool) -> dict[str, Any]:
-    """Go on with a run from its log."""
-    from everstep.platform.settings import changed_for_resume, from_dict
+@click.option("--skip-batches", type=click.IntRange(1), metavar="N", help="With @STEP: leave out the next N batches.")
+@set_option
+@json_option
+def resume(
+    run: str, store: str, exact: bool, skip_batches: int | None, overrides: tuple[str, ...], as_json: bool
+) -> dict[str, Any]:
+    """Go on with a run, from its end or from a step.
 
-    store, run = _located(run, store)
-    stored = _open_chain(store, run).manifest.settings
-    here = from_dict(stored | {"run": stored["run"] | {"store": store}}, where=f"run {run}")
-    return _follow(changed_for_resume(here, overrides), "exact" if exact else "resume", as_json)
+    With @STEP the run goes back to that step and on another way from there; what it did after it is no more part of it.
+    """
+    from everstep.platform.settings import changed_for_resume, gone_back
+    from everstep.storage.plan import plan_restore
 
-
-@main.group()
-def chain() -> None:
-    """Look at the log of a run, check it, or take a state out of it."""
-
-
-@chain.command()
-@_run_argument
-@_json_option
-def ls(run: str, store: str, as_json: bool) -> dict[str, Any]:
-    """Show what the log of RUN holds."""
-    from everstep.training import inspect
-
-    return _shown(inspect.describe(_open_chain(*_located(run, store))), f"log of {run}", as_json)
-
-
-@chain.command()
-@_run_argument
-@_json_option
-def verify(run: str, store: str, as_json: bool) -> dict[str, Any]:
-    """Replay the log of RUN from the store and check every checksum and digest on the way."""
-    from everstep.training import inspect
-
-    log = _open_chain(*_located(run, store))
-    return _shown(inspect.verify(log, _recipe(log)), f"replay of {run}", as_json)
-
-
-@chain.command()
-@_run_argument
-@click.option("--step", default=None, metavar="N|best", help="The step to restore; without it the last durable one.")
-@click.option("--out", default=".", show_default=True, type=click.Path(file_okay=False), help="Folder for the files.")
-@_json_option
-def export(run: str, store: str, step: str | None, out: str, as_json: bool) -> dict[str, Any]:
-    """Write the state at one step as safetensors and as a torch state_dict."""
-    if step not in (None, "best") and not (step.isdecimal() and int(step) > 0):
-        raise UserError(f"--step: expected a number from 1 on or 'best', got {step!r}", hint="as in --step 77")
-    wanted = int(step) if step and step != "best" else step
-    from everstep.training import inspect
-
-    log = _open_chain(*_located(run, store))
-    return _shown(inspect.export(log, _recipe(log), wanted, out), f"export of {run}", as_json)
+    url, name, step = located_step(run, store)
+    log = open_run(url, name)
+    if step is None and skip_batches is not None:
+        raise UserError(
+            f"--skip-batches {skip_batches}: after which step?",
+            hint=f"name the step to go back to: everstep resume {run}@STEP --skip-batches {skip_batches}",
+        )
+    settings = changed_for_resume(settings_of(log, url), overrides)
+    if step is not None:
+        plan_restore(log.manifest, log.listing(), target=step)  # raises if it is not kept, before anything is started
+        settings = gone_back(settings, step, skip_batches or 0)
+    return _follow(settings, "exact" if exact else "resume", as_json, at=step)
 
 
 @main.command()
-@_json_option
+@run_argument_as("RUN@STEP")
+@click.argument("new", metavar="NEW")
+@set_option
+@json_option
+def fork(run: str, new: str, store: str, overrides: tuple[str, ...], as_json: bool) -> dict[str, Any]:
+    """Start a new run from a step of another.
+
+    NEW begins with the state of RUN at STEP, in the same store; nothing is copied.
+    """
+    from everstep.actors.spec import recipe_of
+    from everstep.platform.settings import changed_for_fork, to_dict
+    from everstep.storage.store import absolute
+    from everstep.training.forking import start_fork
+
+    url, name, step = located_step(run, store)
+    if step is None:
+        raise UserError(f"{run}: from which step?", hint=f"as in everstep fork {run}@1200 {new}")
+    parent = open_run(url, name)
+    old = settings_of(parent, absolute(url))
+    settings = changed_for_fork(old, new, overrides)
+    facts = start_fork(parent, step, new, recipe_of(old), recipe_of(settings), to_dict(settings))
+    words = ["everstep", "resume", new, "--store", url, *(["--exact"] if facts["residual"] != "none" else [])]
+    facts |= {"store": url, "steps": settings.run.steps, "next": shlex.join(words)}
+    if not as_json:
+        console.forked(facts)
+    return facts
+
+
+main.add_command(chain)
+main.add_command(runs)
+
+
+@main.command()
+@json_option
 def tasks(as_json: bool) -> dict[str, Any]:
     """List the tasks a job file can name."""
     from everstep.tasks import TASKS
 
     found = {name: console.first_line(TASKS.get(name)) for name in TASKS}
-    return _shown(found, "tasks (your own: my_pkg.mod:MyTask)", as_json, wrap="tasks")
+    return shown(found, "tasks (your own: my_pkg.mod:MyTask)", as_json, wrap="tasks")
 
 
-def _shown(facts: dict[str, Any], title: str, as_json: bool, wrap: str | None = None) -> dict[str, Any]:
-    if not as_json:
-        console.table(facts, title)
-    return {wrap: facts} if wrap else facts
-
-
-def _follow(settings: JobSettings, how: str | None, as_json: bool) -> dict[str, Any]:
+def _follow(settings: JobSettings, how: str | None, as_json: bool, at: int | None = None) -> dict[str, Any]:
     """Launch a run, watch it until it ends, and return its summary; `interrupted` tells that Ctrl-C ended it."""
     from everstep.actors.run import launch
 
     again = shlex.join(["everstep", "resume", str(settings.run.name), "--store", settings.run.store])
-    handle = launch(settings, resume=how)
+    handle = launch(settings, resume=how, at=at)
     try:
         state = console.follow(handle, settings.run.name or "", settings.run.steps, again, as_json)
         summary: dict[str, Any] = handle.summary()
@@ -214,26 +204,3 @@ def _follow(settings: JobSettings, how: str | None, as_json: bool) -> dict[str, 
     if state == "stopped":
         console.note(f"stopped; go on with: {again}")
     return summary | {"interrupted": state == "stopped"}
-
-
-def _located(run: str, store: str) -> tuple[str, str]:
-    """Return (store, run) for what the user called RUN; a path names its own store."""
-    path = run.removeprefix("file:").rstrip("/")
-    if "/" not in path:
-        return store, path
-    folder, _, name = path.rpartition("/")
-    return folder if "://" in folder else f"file:{folder or '/'}", name
-
-
-def _recipe(log: Chain) -> Recipe:
-    from everstep.actors.spec import recipe_of
-    from everstep.platform.settings import from_dict
-
-    return recipe_of(from_dict(log.manifest.settings, where=f"run {log.run}"))
-
-
-def _open_chain(store: str, run: str) -> Chain:
-    from everstep.storage.chain import Chain
-    from everstep.storage.store import open_store
-
-    return Chain.open(open_store(store), run)

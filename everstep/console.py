@@ -8,7 +8,7 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -198,23 +198,75 @@ def _derived(facts: Mapping[str, Any]) -> dict[str, str]:
 
 def table(facts: Mapping[str, Any], title: str) -> None:
     """Print a mapping as two columns; a list of mappings below it as a table of its own."""
+    lists = {key: value for key, value in facts.items() if _is_rows(value)}
     grid = Table(title=escape(title), title_justify="left", title_style="bold", show_header=False)
     grid.add_column()
     grid.add_column(overflow="fold")
-    lists = {key: value for key, value in facts.items() if _is_rows(value)}
     for key, value in facts.items():
         if key not in lists:
             grid.add_row(escape(key), escape(_text(key, value)))
-    out = _stdout()
-    out.print(grid)
-    for key, rows in lists.items():
-        sub = Table(title=escape(key), title_justify="left", title_style="bold")
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        for name in names:
-            sub.add_column(name, overflow="fold")
-        for row in rows:
-            sub.add_row(*(escape(_text(name, row.get(name))) for name in names))
-        out.print(sub)
+    _stdout().print(grid)
+    for key, found in lists.items():
+        rows(found, key)
+
+
+def rows(found: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Print mappings as the rows of a table; a column that is empty in all of them is left out."""
+    grid = Table(title=escape(title.replace("_", " ")), title_justify="left", title_style="bold")
+    names = list(dict.fromkeys(name for row in found for name in row))
+    names = [name for name in names if any(row.get(name) not in (None, [], {}) for row in found)]
+    for name in names:
+        number = all(isinstance(row.get(name), int | float | None) for row in found)
+        grid.add_column(name.replace("_", " "), overflow="fold", justify="right" if number else "left")
+    for row in found:
+        grid.add_row(*(escape(_text(name, row.get(name))) for name in names))
+    _stdout().print(grid)
+
+
+def log(facts: Mapping[str, Any]) -> None:
+    """Print what a run's log holds."""
+    hidden = {"rounds", "kept", "bases", "evaluations"}
+    lists = {"kept": "kept steps", "rounds": "rounds"}
+    table({key: value for key, value in facts.items() if key not in hidden and value not in ([], None)},
+          f"log of {facts['run']}")  # fmt: skip
+    for key, title in lists.items():
+        if facts[key]:
+            rows([{**row, "last": "the end"} if row["last"] is None else row for row in facts[key]], title)
+
+
+def runs(found: Sequence[Mapping[str, Any]], url: str) -> None:
+    """Print the runs of a store, and below what is wrong with some."""
+    if not found:
+        note(f"there are no runs in {url}")
+        return
+    names = {"generation": "gen", "last_restorable": "up to step"}
+    shown = [{names.get(key, key): value for key, value in row.items() if key != "problem"} for row in found]
+    rows([{**row, "created": (row["created"] or "")[:16].replace("T", " ")} for row in shown], f"runs in {url}")
+    for row in found:
+        if row["problem"]:
+            note(f"{row['run']}: {row['problem']}")
+
+
+def verified(found: Mapping[str, Any]) -> None:
+    """Print what proving a run came to; what is wrong with it is printed as an error."""
+    table({key: value for key, value in found.items() if key not in ("problems", "drill", "replayed")},
+          f"verification of {found['run']}")  # fmt: skip
+    if found.get("drill"):
+        table(found["drill"], "drill: the newest state restored into memory")
+    if not found["problems"]:
+        note(f"run {found['run']} is whole: nothing wrong in {found['objects_checked']} objects")
+
+
+def forked(facts: Mapping[str, Any]) -> None:
+    """Print what a fork starts from, and the next command."""
+    table({key: value for key, value in facts.items() if key not in ("next", "parent_snapshots")},
+          f"fork {facts['run']}")  # fmt: skip
+    if facts["residual"] == "zero":
+        kept = ", ".join(map(str, facts["parent_snapshots"])) or "none"
+        note(f"error feedback starts at zero: the parent has no snapshot of its residual at this step (it has: {kept})")
+    if facts["steps"] <= facts["step"]:
+        note(f"run.steps is {facts['steps']}: add --set run.steps=N to the next command to go further")
+    note(f"next: {facts['next']}")
 
 
 def _is_rows(value: object) -> bool:

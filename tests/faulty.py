@@ -74,6 +74,9 @@ class FaultyStore:
         hidden = self._due("list", lambda fault: [info.key for info in found if fault.match in info.key], hide=True)
         return [info for info in found if not any(fault.match in info.key for fault in hidden)]
 
+    def tops(self) -> tuple[str, ...]:
+        return self.inner.tops()
+
     def delete(self, key: str) -> None:
         self._around("delete", key, lambda: self.inner.delete(key))
 

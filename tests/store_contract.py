@@ -110,6 +110,12 @@ class StoreContract:
         assert store.sweep(0) == 0
         store.put("run/a", b"again")
 
+    def test_the_first_parts_of_the_keys(self, store: Store) -> None:
+        assert store.tops() == ()
+        for key in ("b/x/1", "a/1", "a/2", "a-1/z/y", "probe"):
+            store.put(key, b"x")
+        assert store.tops() == ("a", "a-1", "b")
+
     def test_list_after_a_key(self, store: Store) -> None:
         keys = ["a", "ab-1", "ab.x", "ab/1", "ab/2-3.x", "ab/2-4.x", "abc", "ab0", "b/1"]
         for key in keys:

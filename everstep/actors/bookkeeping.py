@@ -22,7 +22,8 @@ from everstep.storage.retention import Retention
 if TYPE_CHECKING:
     from everstep.actors.context import RunContext
 
-COLLECT_S = 60.0  # between two collections
+COLLECT_S = 5.0  # between two collections, at least,
+COLLECT_SHARE = 1 / 50  # and so long that they take no more than this share of the time
 TUNE_S = 10.0
 LOGGER = logging.getLogger("everstep")
 
@@ -38,17 +39,34 @@ class Bookkeeper:
         self.run = run
         self._named: dict[int, int] = {}  # by shard, the lsn of the last base that was noted
         self._snapshots: set[int] = set()
-        self._collected = self._tuned = clock.monotonic()
+        self._tuned = clock.monotonic()
+        self._next_collection = self._tuned + COLLECT_S
+        self._rounds = 0
+        self._store_away: float | None = None  # since when
 
     def look(self) -> None:
         """Note what has become known."""
         self.name_all()
-        if clock.monotonic() - self._collected > COLLECT_S:
-            self._collected = clock.monotonic()
+        self._watch_store()
+        rounds = max((base.round for base in self.run.chain.manifest.bases), default=0)
+        if rounds > self._rounds and clock.monotonic() > self._next_collection:
+            self._rounds, self._next_collection = rounds, float("inf")
             self.run.notebook.do(self._collect)
         if clock.monotonic() - self._tuned > TUNE_S:
             self._tuned = clock.monotonic()
             self._tune()
+
+    def _watch_store(self) -> None:
+        """Tell when the store begins to refuse, and when it answers again."""
+        away = {s["store_error_s"]: s["store_error"] for s in self.run.checkpointers.status if s.get("store_error_s")}
+        if away and self._store_away is None:
+            self._store_away = clock.monotonic() - max(away)
+            said = away[max(away)].splitlines()[0]
+            self.run.tell(f"the store refuses, training goes on, records wait in memory: {said}")
+        elif not away and self._store_away is not None:
+            seconds = clock.monotonic() - self._store_away
+            self._store_away = None
+            self.run.tell(f"the store answers again after {seconds:.0f} s")
 
     def name_all(self) -> None:
         """Note the bases that were proved and the snapshots that are complete."""
@@ -90,12 +108,15 @@ class Bookkeeper:
             self.run.crew.retune(tuned.intervals.compressor_interval)
 
     def _collect(self, chain: Chain) -> None:
+        began = clock.monotonic()
         try:
             done = collect(chain, retention_of(self.run.settings))
         except (StoreError, CorruptObject) as error:  # best effort: what is too much now is too much next time
             self.run.tell(f"nothing was collected: {error.message}")
-            return
-        if done.deleted:
+            done = None
+        ended = clock.monotonic()
+        self._next_collection = ended + max(COLLECT_S, (ended - began) / COLLECT_SHARE)
+        if done is not None and done.deleted:
             self.run.tell(f"collected {done.deleted} objects, {done.bytes} bytes: {'; '.join(done.plan.reasons)}")
 
 

@@ -20,7 +20,7 @@ import torch
 from everstep.actors.environment import actor, control
 from everstep.actors.injector import StoreInjector
 from everstep.actors.moving import from_arrays, to_arrays
-from everstep.actors.spec import Ack, CheckpointerSpec, recipe_of, store_of
+from everstep.actors.spec import Ack, CheckpointerSpec, begun_here, recipe_of, store_of
 from everstep.core import clock
 from everstep.core.errors import EverstepError, StoreError
 from everstep.platform.settings import from_dict
@@ -73,7 +73,8 @@ class CheckpointActor:
         spec = self.spec
         self.blueprint = Blueprint(recipe_of(self.settings))
         store = store_of(self.settings)
-        self.chain = Chain.attach(store, self.settings.run.name or "", spec.generation)
+        with begun_here(self.settings):
+            self.chain = Chain.attach(store, self.settings.run.name or "", spec.generation)
         self.injector = StoreInjector(self.settings.faults, self.chain, spec.index, spec.killable)
         if hasattr(store, "trace"):
             store.trace = self.injector.trace
@@ -280,23 +281,24 @@ class CheckpointActor:
             if not self._attempt(self.replica.merge_backlog, self._store_refused):
                 clock.sleep(IDLE_S)
 
-    def _attempt(self, work: Callable[[], bool], refused: Callable[[StoreError], None]) -> bool:
+    def _attempt(self, work: Callable[[], bool], refused: Callable[[StoreError, float], None]) -> bool:
         """Do a piece of work. A store that refuses is shown, and asked again later: nothing is dropped."""
+        began = clock.monotonic()
         try:
             return work()
         except StoreError as error:
-            refused(error)
+            refused(error, began)
             clock.sleep(RETRY_S)
         except EverstepError as error:
             self.fatal = error
         return False
 
-    def _base_refused(self, error: StoreError) -> None:
+    def _base_refused(self, error: StoreError, began: float) -> None:
         """Bases may be late without harm: more segments have to be replayed until they come."""
         self.base_error = str(error)
 
-    def _store_refused(self, error: StoreError) -> None:
+    def _store_refused(self, error: StoreError, began: float) -> None:
         now, check = clock.monotonic(), self.settings.checkpoint
-        self.refused = self.refused or (now, str(error))
+        self.refused = self.refused or (began, str(error))
         if check.on_storage_loss == "continue" and now - self.refused[0] > check.storage_timeout_s:
             self.writer.leave_gap()

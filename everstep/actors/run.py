@@ -36,14 +36,22 @@ class Handle:
 
     def __init__(self, handler: Any, own: bool, steps: int) -> None:
         self._handler, self._own = handler, own
+        self._heard = clock.monotonic()
         self._last: dict[str, Any] = dict.fromkeys(("loss", "steps_per_s"))
         self._last |= dict.fromkeys(("lsn", "world_size", "complete_lsn", "durable_lsn"), 0)
         self._last |= {"state": "starting", "steps": steps, "events": [], "message": ""}
 
     def progress(self) -> dict[str, Any]:
-        """Return where the run stands; while the fault handler restarts, where it stood last."""
-        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            self._last = self._call("progress", 5.0)
+        """Return where the run stands; while the fault handler restarts, where it stood last.
+
+        Raises:
+            RunFailed: it has been away for too long; perhaps it could not even be built.
+        """
+        try:
+            self._last, self._heard = self._call("progress", 5.0), clock.monotonic()
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            if clock.monotonic() - self._heard > PATIENCE_S:
+                raise RunFailed(f"the fault handler is gone: {error}", hint="`everstep resume` the run") from error
         return self._last
 
     def stop(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.core.errors import EverstepError, SettingsError
+from everstep.core.errors import EverstepError, SettingsError, StoreRefused, UnknownName
 from everstep.platform.settings import JobSettings
 from everstep.platform.tuner import Intervals
 from everstep.storage.store import Store, open_store
@@ -48,6 +50,23 @@ def recipe_of(settings: JobSettings) -> Recipe:
 def store_of(settings: JobSettings) -> Store:
     """Open the store of a job."""
     return open_store(settings.run.store, endpoint=settings.store.endpoint, region=settings.store.region)
+
+
+@contextmanager
+def begun_here(settings: JobSettings) -> Iterator[None]:
+    """Open a run that has begun: if it is not there, this node's folder is not the one that it began in.
+
+    Raises:
+        StoreRefused: says so.
+    """
+    try:
+        yield
+    except UnknownName as error:
+        raise StoreRefused(
+            f"{error.message}, although it has begun: {settings.run.store} on node {platform.node()} is not the folder "
+            "that the run began in",
+            hint="use a folder that every node mounts at the same path, or an s3:// store",
+        ) from error
 
 
 def key_id_of(settings: JobSettings) -> str:

@@ -21,7 +21,7 @@ from everstep.actors.notebook import Notebook
 from everstep.actors.process_group import ProcessGroup, connect
 from everstep.actors.sender import Sender
 from everstep.actors.snapshots import Snapshots
-from everstep.actors.spec import Formation, Formed, RunResult, WorkerSpec, actor_name, recipe_of, store_of
+from everstep.actors.spec import Formation, Formed, RunResult, WorkerSpec, actor_name, begun_here, recipe_of, store_of
 from everstep.actors.state_transfer import delta_crc, give_state, take_state
 from everstep.actors.times import Times
 from everstep.compressors import build_compressor
@@ -80,7 +80,8 @@ class TrainWorker:
         self.blueprint.model.to(self.device)
         self.state = self.blueprint.live_state()
         self.loader = self._make_loader()
-        self.chain = Chain.open(store_of(self.settings), run.name or "")
+        with begun_here(self.settings):
+            self.chain = Chain.open(store_of(self.settings), run.name or "")
         self.notebook = Notebook(lambda: self.chain)
         self.injector = Injector(self.settings.faults, self.chain, self._strike)
         self.sender = Sender(self.blueprint.layout, self.spec.shards, check.window, check.queue_bytes, self.injector.at)

@@ -28,13 +28,19 @@ EverstepError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 
 class EverstepError(Exception):
-    """Base of all errors: a message that says what happened and `hint`, what to do next."""
+    """Base of all errors: a message that says what happened and `hint`, what to do next.
+
+    `facts` is what `--json` shows besides; it stays in the process that raised the error.
+    """
 
     exit_code = 1
+    facts: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)

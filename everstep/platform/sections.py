@@ -52,6 +52,7 @@ Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Skip = Annotated[tuple[Amount, Count], Field(strict=False)]  # (step, batches left out after it); JSON has lists
 AutoInt = Annotated[int | Literal["auto"], BeforeValidator(_auto)]
 
 
@@ -148,7 +149,7 @@ class BatchSettings(Section):
     global_size: Count = 16
     micro_shards: Count = 4
     loader_workers: Amount = 0
-    skips: tuple[tuple[Amount, Count], ...] = Field(default=(), strict=False)  # (step, batches left out after it)
+    skips: tuple[Skip, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:

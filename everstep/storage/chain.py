@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 import pyarrow as pa
 
 from everstep.core import clock
-from everstep.core.errors import ChainError, RunExists, SettingsError, StoreError, UnknownName
+from everstep.core.errors import ChainError, CorruptObject, RunExists, SettingsError, StoreError, UnknownName
 from everstep.core.ids import new_id
 from everstep.core.registry import nearest
 from everstep.storage import events, manifests
@@ -22,12 +22,10 @@ from everstep.storage.keys import (
     BaseKey,
     CompressorKey,
     DataKey,
-    ManifestKey,
     SegmentKey,
     facts,
     inside,
     is_name,
-    parse,
 )
 from everstep.storage.listing import Listing
 from everstep.storage.manifest import Base, Manifest, Span, plain
@@ -65,14 +63,13 @@ class Chain:
         self.run = run
         self.manifest = manifest
         self._writer = new_id()
-        self._lock = threading.Lock()  # one update at a time
+        self._lock = threading.RLock()  # one update at a time
         self._tails: dict[int, dict[int, str]] = {}  # by shard: checksums of the segments written, by last lsn
 
     @staticmethod
     def runs(store: Store) -> list[str]:
         """Return the names of the runs that have a manifest, sorted."""
-        names = (info.key.partition("/") for info in store.list(""))
-        return sorted({run for run, _, path in names if isinstance(parse(path), ManifestKey)})
+        return [name for name in store.tops() if is_name(name) and manifests.any_of(store, name)]
 
     @staticmethod
     def exists(store: Store, run: str) -> bool:
@@ -115,7 +112,7 @@ class Chain:
         chain = cls(store, run, first)
         chain.manifest = replace(first, writer=chain._writer, created=clock.wall())
         if listing.versions() or not manifests.create(store, chain.manifest):
-            raise RunExists(f"run {run!r} exists already in {store.url}", hint="resume it, or choose another run.name")
+            raise _exists(store, run)
         return chain
 
     @classmethod
@@ -137,7 +134,9 @@ class Chain:
         manifests.check_generations(run, listing, manifest.generation if manifest else 0)
         if manifest is not None and manifest.state == "claim":
             manifests.check_claim(manifest, listing)
-        if manifest is None or (manifest.state == "deleted" and not deleted_too):
+        if manifest is not None and manifest.state == "deleted" and not deleted_too:
+            raise _gone(store, run)
+        if manifest is None:
             known = cls.runs(store)
             close = nearest(run, known)
             raise UnknownName(
@@ -251,7 +250,9 @@ class Chain:
         return Base(key.generation, key.shard, key.lsn, key.id, -1, stored.crc, stored.size)
 
     def name_bases(self, proved: Iterable[Base]) -> None:
-        """Name bases in the manifest, each in its shard's next round; what was dropped or cut off is left out.
+        """Name bases in the manifest, each in its shard's next round, or in the newest of any shard if that is later.
+
+        What was dropped or cut off is left out, and what is not newer than the shard's newest.
 
         Raises:
             Fenced: a newer generation owns the log.
@@ -268,12 +269,24 @@ class Chain:
         self.put(self._encoded(key, batches, extra=extra))
         return key
 
-    def fence(self) -> None:
-        """Claim the next generation: every writer of the run finds out before it acknowledges anything more."""
+    def fence(self, change: Callable[[Manifest], Mapping[str, Any]] | None = None) -> None:
+        """Claim the next generation: every writer of the run finds out before it acknowledges anything more.
+
+        Args:
+            change: returns what else to change in the manifest.
+
+        Raises:
+            UnknownName: the run was deleted meanwhile.
+            StoreError: the store failed.
+        """
         for _ in range(_TRIES):
-            if self._write_next({"generation": self.manifest.generation + 1, "state": "claim"}):
+            more = change(self.manifest) if change else {}
+            if self._write_next({"generation": self.manifest.generation + 1, "state": "claim", **more}):
                 return
-            self.manifest = manifests.latest(self.store, self.run) or self.manifest
+            latest = manifests.latest(self.store, self.run)
+            if latest is None or latest.state == "deleted":
+                raise _gone(self.store, self.run)
+            self.manifest = latest
         raise manifests.lost_races(self.run, _TRIES)
 
     def check_tenure(self) -> None:
@@ -332,7 +345,15 @@ class Chain:
             FormatTooNew: a later everstep wrote it.
         """
         where = inside(self.run, key)
-        return decode(self.store.get(where), where=where, expect={"run": key.run or self.run, **facts(key)})
+        stored = decode(self.store.get(where), where=where, expect={"run": key.run or self.run, **facts(key)})
+        named = next((base for base in self.manifest.bases if base.key == key), None)
+        if named is not None and named.crc32c != stored.crc:
+            raise CorruptObject(
+                f"object {where} is another than manifest {self.manifest.version} names: expected checksum "
+                f"{named.crc32c}, got {stored.crc}",
+                hint="put the right one back from a copy of the store; an older round can still be restored",
+            )
+        return stored
 
     def _encoded(self, key: K, batches: Sequence[pa.RecordBatch], **more: Any) -> Encoded[K]:
         return Encoded(key, encode(Header(run=self.run, **cast(dict[str, Any], facts(key)), **more), batches))
@@ -366,6 +387,23 @@ def _sealed(store: Store, key_id: str) -> Store:
     return sealed(store, key_id)
 
 
+def _exists(store: Store, run: str) -> RunExists:
+    manifest = manifests.latest(store, run)
+    if manifest is not None and manifest.state == "deleted":
+        return RunExists(
+            f"run {run!r} in {store.url} was deleted, but what forks of it use is still there under its name",
+            hint="choose another run.name; this one is free when the forks have gone and it was deleted once more",
+        )
+    return RunExists(f"run {run!r} exists already in {store.url}", hint="resume it, or choose another run.name")
+
+
+def _gone(store: Store, run: str) -> UnknownName:
+    return UnknownName(
+        f"run {run!r} in {store.url} was deleted; only what forks of it use is left of it",
+        hint="check run.name, or use one of the forks",
+    )
+
+
 def _with_bases(manifest: Manifest, proved: Sequence[Base]) -> dict[str, Any]:
     """Return what naming these bases changes. A shard's bases are named in order: what comes late was named before."""
     bases = list(manifest.bases)
@@ -373,7 +411,9 @@ def _with_bases(manifest: Manifest, proved: Sequence[Base]) -> dict[str, Any]:
         mine = [other for other in bases if other.shard == base.shard]
         newest = max((other.lsn for other in mine), default=-1)
         if base.lsn > newest and base.key.path not in manifest.dropped and holds(manifest.lineage, base):
-            bases.append(replace(base, round=1 + max((other.round for other in mine), default=-1)))
+            # A shard that lost rounds, or missed some, catches up: else rounds grow wider with every takeover.
+            behind = 1 + max((other.round for other in mine), default=-1)
+            bases.append(replace(base, round=max([behind, *(other.round for other in bases)])))
     if len(bases) == len(manifest.bases):
         return {}
     return {"bases": tuple(sorted(bases, key=lambda base: (base.shard, base.lsn, base.round)))}

@@ -1,4 +1,4 @@
-"""Deleting: the only file that removes anything from a store.
+"""Deleting: the only file that removes anything from a store (a writer's own manifest that came too late apart).
 
 In this order: commit a manifest that drops the objects (it fails if this writer is fenced), then list the pins, then
 delete what is dropped, not pinned and old enough. A collector that is stopped in the middle and wakes much later still
@@ -16,11 +16,13 @@ from everstep.core import clock
 from everstep.storage.chain import Chain
 from everstep.storage.keys import DataKey, EventKey, ManifestKey, PinKey
 from everstep.storage.manifest import Manifest
-from everstep.storage.pins import Pin, live, pin, read_pins
+from everstep.storage.pins import Pin, confirm, live, pin, read_pins
 from everstep.storage.retention import GcPlan, Retention, plan_gc
 from everstep.storage.store import Store
 
-POINTS = ("planned", "dropped", "pins_read", "deleting", "deleted", "swept")
+POINTS = ("planned", "dropped", "pins_read", "deleting", "deleted", "unpinning", "trimming", "swept")
+FORK_S = 60.0  # at least so long may a fork take between its pin and its first manifest
+PUT_S = 24 * 3600.0  # a put that is still at work is younger than this
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def collect(chain: Chain, keep: Retention, *, dry_run: bool = False, at: Callabl
     now = clock.wall()
     chain.check_tenure()
     listing = chain.listing()
-    pinned, _ = _pinned(chain, keep, now)
+    pinned, _ = _pinned(chain, keep)
     plan = plan_gc(chain.manifest, listing, pinned, keep, now)
     at("planned")
     if dry_run:
@@ -63,7 +65,7 @@ def collect(chain: Chain, keep: Retention, *, dry_run: bool = False, at: Callabl
     chain.update(lambda manifest: plan_gc(manifest, listing, pinned, keep, now).changes)
     dropped = chain.manifest.dropped
     at("dropped")
-    pinned, void = _pinned(chain, keep, clock.wall())
+    pinned, void = _pinned(chain, keep)
     at("pins_read")
     sizes = {key.path: info.size for key, info in listing.objects if not getattr(key, "run", "")}
     going = [path for path in dropped if path not in pinned]
@@ -71,11 +73,13 @@ def collect(chain: Chain, keep: Retention, *, dry_run: bool = False, at: Callabl
         at("deleting")
         chain.store.delete(f"{chain.run}/{path}")
         at("deleted")
+    at("unpinning")
     unpin(chain.store, void)
-    for version in (key.version for key, _ in listing.objects if isinstance(key, ManifestKey)):
+    at("trimming")
+    for version in listing.versions():
         if version < chain.manifest.oldest:
             chain.store.delete(f"{chain.run}/{ManifestKey(version).path}")
-    swept = chain.store.sweep(keep.min_age_s)
+    swept = chain.store.sweep(max(keep.min_age_s, PUT_S))  # of the whole store: other runs are being written
     at("swept")
     return Collected(plan, len(going), sum(sizes.get(path, 0) for path in going), swept, False)
 
@@ -92,11 +96,15 @@ def collect_all(chain: Chain, keep: Retention) -> Collected:
 def delete_run(chain: Chain) -> Collected:
     """Delete a run, all of it but what forks of it still use; that goes by the next call after they have gone.
 
-    A writer that is still at it is fenced first.
+    A writer that is still at it is fenced by that.
+
+    Raises:
+        UnknownName: it was deleted meanwhile.
+        ChainError: a pin or a fork is damaged, so that nobody knows what is used.
+        StoreError: the store failed; calling this again goes on where it ended.
     """
-    if chain.manifest.state not in ("closed", "deleted"):
-        chain.fence()
-    chain.update(lambda manifest: _deleted(manifest) if manifest.state != "deleted" else {})
+    if chain.manifest.state != "deleted":
+        chain.fence(_deleted)
     done = collect_all(chain, Retention(rounds=1, young_s=0.0, min_age_s=0.0))
     if not read_pins(chain.store, chain.run):
         _delete_rest(chain)
@@ -110,9 +118,10 @@ def _deleted(manifest: Manifest) -> dict[str, Any]:
 
 @contextmanager
 def held(chain: Chain, keys: Iterable[DataKey]) -> Iterator[None]:
-    """Hold objects for as long as a restore takes. Raises as `pins.pin`."""
+    """Hold objects for as long as a restore takes. Raises as `pins.confirm`."""
     pins = pin(chain, keys)
     try:
+        confirm(chain, pins)
         yield
     finally:
         unpin(chain.store, pins)
@@ -127,6 +136,8 @@ def unpin(store: Store, pins: Iterable[Pin]) -> None:
 def _delete_rest(chain: Chain) -> None:
     """Remove events, then manifests, the highest last: until it is gone, the run stays deleted."""
     listing = chain.listing()
+    if listing.generations():
+        return  # a writer that does not know yet has put something: the next call removes that
     for key, _ in listing.objects:
         if isinstance(key, EventKey | PinKey):
             chain.store.delete(f"{chain.run}/{key.path}")
@@ -134,7 +145,7 @@ def _delete_rest(chain: Chain) -> None:
         chain.store.delete(f"{chain.run}/{ManifestKey(version).path}")
 
 
-def _pinned(chain: Chain, keep: Retention, now: float) -> tuple[frozenset[str], list[Pin]]:
+def _pinned(chain: Chain, keep: Retention) -> tuple[frozenset[str], list[Pin]]:
     """Return the paths that pins hold, and the pins that hold nothing any more."""
-    counting, void = live(chain.store, read_pins(chain.store, chain.run), now=now, grace_s=max(keep.min_age_s, 60.0))
+    counting, void = live(chain.store, chain.run, grace_s=max(keep.min_age_s, FORK_S))
     return frozenset(path for made in counting for path in made.objects), void

@@ -173,8 +173,7 @@ class EncryptedStore:
 
     def put(self, key: str, data: Buffer, *, pace: Callable[[int], None] | None = None) -> None:
         """Create the object; see `Store.put`. Equal content gives other stored bytes each time."""
-        more: dict[str, Any] = {} if pace is None else {"pace": pace}
-        self.inner.put(key, data if _is_plain(key) else seal(self.key, key, data), **more)
+        self.inner.put(key, data if _is_plain(key) else seal(self.key, key, data), pace=pace)
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes | bytearray:
         """Return bytes of the object; see `Store.get`.
@@ -194,8 +193,11 @@ class EncryptedStore:
 
     def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
         """Return the objects under `prefix`; see `Store.list`. Sizes are those stored, so larger than the content."""
-        more: dict[str, Any] = {"after": after} if after else {}
-        return self.inner.list(prefix, **more)
+        return self.inner.list(prefix, after)
+
+    def tops(self) -> tuple[str, ...]:
+        """Return the first parts of the keys; see `Store.tops`."""
+        return self.inner.tops()
 
     def delete(self, key: str) -> None:
         """Remove the object; see `Store.delete`."""

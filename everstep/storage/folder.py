@@ -82,6 +82,17 @@ class FolderStore:
         except OSError as error:
             raise self._failure("list", prefix, error) from error
 
+    def tops(self) -> tuple[str, ...]:
+        """Return the first parts of the keys; see `Store.tops`."""
+        try:
+            with os.scandir(self.root) as entries:
+                found = (entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+                return tuple(sorted(found))
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise self._failure("list", "", error) from error
+
     def delete(self, key: str) -> None:
         """Remove the object; see `Store.delete`."""
         try:
@@ -149,8 +160,7 @@ class FolderStore:
             self.trace("unlinked", key)
             _sync(os.path.dirname(name))
             self.trace("folder_synced", key)
-        except Exception:  # a put that fails leaves no name
-            _remove(name)
+        except Exception:  # the name stays: others may have seen it, and a repeated put finds its own bytes there
             _remove(temporary)
             raise
         return True

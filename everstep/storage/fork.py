@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from everstep.core.errors import ChainError, StepNotKept, UserError
 from everstep.storage.chain import Chain
+from everstep.storage.collect import delete_run, unpin
 from everstep.storage.keys import CompressorKey, DataKey
 from everstep.storage.manifest import Base, CompressorSnapshot, Kept, Manifest, Origin, Span, plain
-from everstep.storage.pins import pin
+from everstep.storage.pins import confirm, pin
 from everstep.storage.plan import RestorePlan, ShardPlan, plan_restore
 
 
@@ -32,19 +34,54 @@ def fork(parent: Chain, step: int, run: str, *, settings: Mapping[str, Any], exa
     Raises:
         StepNotKept: the step cannot be restored, or was dropped meanwhile.
         RunExists: there is a run of that name.
-        ChainError: the parent's log is damaged there.
+        UnknownName: the parent was deleted.
+        ChainError: the parent's log is damaged there, or is being taken over.
     """
-    plan = plan_restore(parent.manifest, parent.listing(), target=step)
+    listing = parent.listing()
+    parent = Chain.open(parent.store, parent.run)  # after the look: whoever takes over now sees the same objects
+    if parent.manifest.state == "claim":
+        raise ChainError(
+            f"run {parent.run!r} is being taken over (manifest {parent.manifest.version}), so its end is not certain",
+            hint="try again when that has ended; if it died, resume the run first",
+        )
+    plan = plan_restore(parent.manifest, listing, target=step)
     snapshots = tuple(s for s in parent.manifest.compressor if s.lsn == step)[-1:]
-    pin(parent, [*_objects(plan), *_slices(snapshots)], child=run)
+    keys = [*_objects(plan), *_slices(snapshots)]
+    pins = pin(parent, keys, child=run)
+    try:
+        confirm(parent, pins)
+        child = Chain.found(parent.store, _first(parent, plan, snapshots, run, plain(settings), exactness))
+    except (UserError, ChainError):  # there is no child that they hold anything for
+        unpin(parent.store, pins)
+        raise
+    # Pins without a child count for a while only, and that may be over; these are written while it is there.
+    lasting = pin(parent, keys, child=run)
+    try:
+        confirm(parent, lasting)
+    except StepNotKept:
+        delete_run(child)
+        unpin(parent.store, pins + lasting)
+        raise
+    unpin(parent.store, pins)
+    return child
+
+
+def _first(
+    parent: Chain,
+    plan: RestorePlan,
+    snapshots: tuple[CompressorSnapshot, ...],
+    run: str,
+    settings: dict[str, Any],
+    exactness: str,
+) -> Manifest:
+    """Return the new run's first manifest."""
     bases = tuple(_base(parent, part) for part in plan.shards)
-    low = min(base.lsn for base in bases)
-    first = Manifest(
-        1, run, 1, "open", _lineage(parent, plan), plain(settings), exactness,
+    return Manifest(
+        1, run, 1, "open", _lineage(parent, plan), settings, exactness,
         compressor=tuple(replace(s, run=s.run or parent.run) for s in snapshots),
-        bases=bases, kept=(Kept(low + 1, None),), origin=Origin(parent.run, step), key_id=parent.manifest.key_id,
+        bases=bases, kept=(Kept(min(base.lsn for base in bases) + 1, None),),
+        origin=Origin(parent.run, plan.target), key_id=parent.manifest.key_id,
     )  # fmt: skip
-    return Chain.found(parent.store, first)
 
 
 def _objects(plan: RestorePlan) -> list[DataKey]:

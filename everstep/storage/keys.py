@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:=+,-]{0,199}")
@@ -134,6 +135,7 @@ _BASE = re.compile(r"g([0-9]{6,})/base/s([0-9]{4,})/([0-9]{12,})-([^/]+)\.arrow"
 _NAMED = re.compile(r"(events|pins)/([^/]+)\.json")
 
 
+@lru_cache(maxsize=1 << 16)  # the same names are listed again and again
 def parse(path: str) -> Key | None:
     """Return the key whose `path` is exactly this, or None if there is none."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import google_crc32c
@@ -148,7 +148,9 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the manifest as indented JSON, with the checksum of everything else as its last entry."""
-        body = asdict(self)
+        body = dict(vars(self))
+        body |= {name: [vars(item) for item in body[name]] for name in _LISTS}
+        body["origin"] = None if self.origin is None else vars(self.origin)
         return (json.dumps(body | {"crc32c": _checksum(body)}, indent=2) + "\n").encode()
 
     @classmethod

@@ -27,14 +27,24 @@ def create_object(store: Store, key: str, data: Buffer, *, pace: Pace | None = N
 
 
 def create(store: Store, manifest: Manifest) -> bool:
-    """Create this manifest; False if another has its version, or had it and was collected since."""
-    if not create_object(store, f"{manifest.run}/{ManifestKey(manifest.version).path}", manifest.to_json()):
+    """Create this manifest; False if another has its version, or had it and was collected or deleted since."""
+    version, where = manifest.version, f"{manifest.run}/{ManifestKey(manifest.version).path}"
+    if not create_object(store, where, manifest.to_json()):
         return False
-    if is_highest(store, manifest.run, manifest.version):
+    # A writer that slept for long may find a name free again; what it writes there counts for nobody.
+    found = _versions(store, manifest.run, max(version - 2, 0))
+    if found == [version] and version > 1:  # the whole run was deleted: this would be all that there is of it
+        store.delete(where)
+        return False
+    if found[-1:] == [version]:
         return True
-    # A writer that slept for long may find the name free again: what it wrote there counts for nobody.
     highest = latest(store, manifest.run)
-    return highest is not None and highest.oldest <= manifest.version
+    return highest is not None and highest.oldest <= version
+
+
+def any_of(store: Store, run: str) -> bool:
+    """Whether the run has a manifest."""
+    return bool(_versions(store, run))
 
 
 def is_highest(store: Store, run: str, version: int) -> bool:

@@ -45,6 +45,11 @@ class MemoryStore:
             found = [(key, *entry) for key, entry in self._objects.items() if key.startswith(prefix) and key > after]
         return [ObjectInfo(key, len(data), modified) for key, data, modified in sorted(found)]
 
+    def tops(self) -> tuple[str, ...]:
+        """Return the first parts of the keys; see `Store.tops`."""
+        with self._lock:
+            return tuple(sorted({key.partition("/")[0] for key in self._objects if "/" in key}))
+
     def delete(self, key: str) -> None:
         """Remove the object; see `Store.delete`."""
         with self._lock:

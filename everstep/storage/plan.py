@@ -1,13 +1,13 @@
 """Which objects restore which step: pure functions of a manifest and a listing.
 
-An object counts only inside the lineage span of its run, generation and shard, and not once it was dropped. From a
-base at lsn L, segments reach as far as they follow each other without a gap. A shard ahead of another is no
-gap; a hole inside one shard is.
+An object counts only inside the lineage span of its run, generation and shard, and not once it was dropped; another
+run's base counts only if the manifest names it. From a base at lsn L, segments reach as far as they follow each other
+without a gap. A shard ahead of another is no gap; a hole inside one shard is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -57,11 +57,12 @@ class RestorePlan:
 
 @dataclass(frozen=True)
 class _Shard:
-    """What counts of one shard: bases by lsn, uses by first lsn."""
+    """What counts of one shard: bases by lsn, uses by first lsn; `end` is the lsn that the lineage says it has."""
 
     shard: int
     bases: tuple[BaseKey, ...]
     uses: tuple[SegmentUse, ...]
+    end: int
 
     def ranges(self) -> list[tuple[int, int]]:
         """The lsns that can be restored, as disjoint ascending (first, last)."""
@@ -90,6 +91,25 @@ class _Shard:
 def reachable(manifest: Manifest, listing: Listing, shard: int, exclude: Collection[DataKey] = frozenset()) -> int:
     """Return the last lsn of `shard` that is reachable from a base without a gap; -1 if it has no base at all."""
     return _counting(manifest, listing, shard, exclude).reached()
+
+
+def reach_from(manifest: Manifest, listing: Listing, shard: int) -> Callable[[int], int]:
+    """Return the function that says how far the segments of `shard` go on from an lsn without a gap."""
+    return _counting(manifest, listing, shard, ())._from
+
+
+def history(manifest: Manifest) -> tuple[Span, ...]:
+    """Return the lineage as it counts: a finished run ends at its last lsn, whatever a stopped writer adds later."""
+    if manifest.closing is None:
+        return manifest.lineage
+    end = int(manifest.closing["last_lsn"])
+    return tuple(replace(span, last=end) if span.last is None else span for span in manifest.lineage)
+
+
+def counting(manifest: Manifest, listing: Listing, shard: int) -> tuple[tuple[BaseKey, ...], tuple[SegmentUse, ...]]:
+    """Return what counts of one shard: its bases by lsn, its records by segment, clipped to the lineage."""
+    part = _counting(manifest, listing, shard, ())
+    return part.bases, part.uses
 
 
 def plan_restore(
@@ -121,11 +141,7 @@ def plan_restore(
     if target is None:
         target = common[-1][1]
     elif not any(first <= target <= last for first, last in common):
-        kept = ", ".join(f"{first} to {last}" for first, last in common)
-        raise StepNotKept(
-            f"run {manifest.run!r}: step {target} cannot be restored; steps that can: {kept}",
-            hint="choose a step from those",
-        )
+        _not_kept(manifest.run, parts, target, common)
     reached = {part.shard: part.reached() for part in parts}
     highest = max(part.shown() for part in parts)
     plans = tuple(_plan_shard(part, target) for part in parts)
@@ -133,11 +149,13 @@ def plan_restore(
 
 
 def _counting(manifest: Manifest, listing: Listing, shard: int, exclude: Collection[DataKey]) -> _Shard:
-    spans = [_clipped(span, manifest) for span in manifest.lineage if span.shard == shard]
-    dropped = set(manifest.dropped)
+    spans = [span for span in history(manifest) if span.shard == shard]
+    dropped, named = set(manifest.dropped), {base.key for base in manifest.bases}
 
     def counts(key: BaseKey | SegmentKey) -> bool:
-        return key not in exclude and (key.run != "" or key.path not in dropped)
+        if key.run:
+            return key not in exclude and (key in named or isinstance(key, SegmentKey))
+        return key not in exclude and key.path not in dropped
 
     all_bases = [key for key in listing.bases(shard) if counts(key)]
     all_segments = [key for key in listing.segments(shard) if counts(key)]
@@ -154,14 +172,8 @@ def _counting(manifest: Manifest, listing: Listing, shard: int, exclude: Collect
         shard,
         tuple(sorted(bases, key=lambda key: (key.lsn, key.generation, key.id))),
         tuple(sorted(uses, key=lambda use: (use.first, -use.last))),
+        max((span.last for span in spans if span.last is not None), default=-1),
     )
-
-
-def _clipped(span: Span, manifest: Manifest) -> Span:
-    """A finished run ends at its last lsn; what a stopped writer adds later does not count."""
-    if manifest.closing is None or span.last is not None:
-        return span
-    return replace(span, last=int(manifest.closing["last_lsn"]))
 
 
 def _common(manifest: Manifest, parts: list[_Shard]) -> list[tuple[int, int]]:
@@ -198,13 +210,27 @@ def _check_complete(manifest: Manifest, parts: list[_Shard], target: int | None,
                 f"shard {part.shard} has lsn up to {reached} and then {beyond[0].first} to {beyond[0].last} "
                 f"(object {beyond[0].key.path}); expected a segment from {reached + 1}, got none",
             )
-        if manifest.closing is not None and reached < (end := int(manifest.closing["last_lsn"])):
+        if reached < part.end:
+            says = "the lineage says it was written up to" if manifest.closing is None else "the finished run ends at"
             _gap(
                 manifest.run,
                 restorable,
-                f"missing tail: the finished run ends at lsn {end}, but shard {part.shard} has only up to {reached}; "
-                f"expected segments {reached + 1} to {end}, got none",
+                f"missing tail: {says} lsn {part.end}, but shard {part.shard} has only up to {reached}; "
+                f"expected segments {reached + 1} to {part.end}, got none",
             )
+
+
+def _not_kept(run: str, parts: list[_Shard], target: int, common: list[tuple[int, int]]) -> NoReturn:
+    short = next(part for part in parts if not any(first <= target <= last for first, last in part.ranges()))
+    raise StepNotKept(
+        f"run {run!r}: step {target} cannot be restored; steps that can: {_worded(common)} "
+        f"(shard {short.shard} has {_worded(short.ranges())})",
+        hint="choose a step from those",
+    )
+
+
+def _worded(ranges: list[tuple[int, int]]) -> str:
+    return ", ".join(f"{first} to {last}" for first, last in ranges)
 
 
 def _gap(run: str, restorable: int, what: str) -> NoReturn:

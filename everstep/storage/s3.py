@@ -133,6 +133,14 @@ class S3Store:
         kept = (info for info in found if info.key > after and info.key.startswith(prefix))  # some normalise prefixes
         return sorted(kept, key=lambda info: info.key)
 
+    def tops(self) -> tuple[str, ...]:
+        """Return the first parts of the keys; see `Store.tops`."""
+        arguments = {"Bucket": self.bucket, "Prefix": self._prefix, "Delimiter": "/"}
+        with self._telling("list", ""):
+            pages = self._pages("list_objects_v2", arguments, {"ContinuationToken": "NextContinuationToken"})
+            found = [part["Prefix"] for page in pages for part in page.get("CommonPrefixes", ())]
+        return tuple(sorted(name[len(self._prefix) : -1] for name in found))
+
     def delete(self, key: str) -> None:
         """Remove the object; see `Store.delete`."""
         name = self._name(key)

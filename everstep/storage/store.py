@@ -66,6 +66,9 @@ class Store(Protocol):
     def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
         """Return every object whose key starts with the string `prefix` and is greater than `after`, sorted by key."""
 
+    def tops(self) -> tuple[str, ...]:
+        """Return what stands before the first `/` of the keys, each once, sorted; a name may have no key any more."""
+
     def delete(self, key: str) -> None:
         """Remove the object; no error when there is none."""
 

@@ -26,10 +26,12 @@ def clips(manifest: Manifest, listing: Listing, *, cut: Cut, at: int | None = No
         lsn by shard; 0 where a shard has nothing yet.
 
     Raises:
-        ChainError: with "common": a gap, a missing tail, no base, or no way to restore `at`.
+        ChainError: with "common", and of a finished run: a gap, a missing tail, no base, or no way to restore `at`.
     """
     reached = {shard: max(0, reachable(manifest, listing, shard)) for shard in manifest.shards}
     if cut == "each":
+        if manifest.closing is not None:
+            plan_restore(manifest, listing)  # nobody has what a finished run lacks
         return reached
     if not listing.segments() and not any(base.lsn for base in listing.bases()):
         return reached  # the run died before its first record; there is nothing to lose

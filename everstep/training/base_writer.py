@@ -1,14 +1,14 @@
 """Rolling merge: bases written shard after shard from a replica, in the background and as a steady trickle.
 
-Each shard has its own turn within an interval, and its bytes are spread over the time until the next shard's turn, so
-that the store sees an even stream. A base is read back before anybody is told of it.
+Each shard has its own turn within an interval, as long as its share of the bytes, and they are spread over that time:
+the store sees an even stream. A base is read back before anybody is told of it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from everstep.core import clock
 from everstep.core.errors import CorruptObject, StoreError
@@ -68,6 +68,7 @@ class BaseWriter:
         self.cpu_a_round = 0.0  # processor seconds that the last base of each shard took together
         self.round_bytes = 0
         self._based = based
+        self._starts = _starts({shard: replica.states[shard].parameter_bytes for shard in based})
         self._costs: dict[int, tuple[float, int]] = {}
         self._seen: deque[tuple[float, int]] = deque()
         self._settled = threading.Event()
@@ -81,8 +82,8 @@ class BaseWriter:
             StateMismatch: merging did not lead to the logged state.
         """
         self._watch()
-        for place, shard in enumerate(self._based):
-            target = self._turn(place, shard)
+        for shard in self._based:
+            target = self._turn(shard)
             if not self._settled.is_set() and self._based[shard] < target <= self.replica.durable()[shard]:
                 # Only where the segments have come as well: a base ahead of them would leave a hole behind a takeover.
                 if self.replica.merged()[shard] <= self.replica.durable()[shard]:
@@ -140,9 +141,9 @@ class BaseWriter:
                 hint="it is written again under another name; if this goes on, the store loses data",
             ) from error
 
-    def _turn(self, place: int, shard: int) -> int:
-        """Return the last lsn at which it was this shard's turn; turns lie evenly in an interval."""
-        phase = (place + 1) * self.base_interval // len(self._based) % self.base_interval
+    def _turn(self, shard: int) -> int:
+        """Return the last lsn at which it was this shard's turn."""
+        phase = int(self.base_interval * self._starts[shard])
         durable = self.replica.durable()[shard]
         return (durable - phase) // self.base_interval * self.base_interval + phase
 
@@ -152,3 +153,12 @@ class BaseWriter:
             self._seen.append((now, lowest))
         while len(self._seen) > 2 and now - self._seen[0][0] > WATCHED_S:
             self._seen.popleft()
+
+
+def _starts(sizes: Mapping[int, int]) -> dict[int, float]:
+    """Return, by shard, the part of an interval after which its turn begins: as long as those before it take."""
+    whole, done, out = sum(sizes.values()) or 1, 0, {}
+    for shard, size in sizes.items():
+        out[shard] = done / whole
+        done += size
+    return out

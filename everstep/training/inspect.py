@@ -1,4 +1,4 @@
-"""Looking at a stored run: what it holds, whether it replays, and taking a state out of it."""
+"""Looking at a stored run: what it holds, and taking a state out of it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from everstep.core.errors import ChainError, StateMismatch, StepNotKept
+from everstep.core.errors import ChainError, StepNotKept
 from everstep.storage.chain import Chain
-from everstep.storage.keys import BaseKey, CompressorKey, DataKey, SegmentKey, inside
+from everstep.storage.check import used
+from everstep.storage.keys import BaseKey, CompressorKey, SegmentKey, inside
+from everstep.storage.listing import Listing
+from everstep.storage.manifest import Base, Manifest
 from everstep.storage.plan import plan_restore
+from everstep.storage.runs import forks_of
 from everstep.training.blueprint import Blueprint
+from everstep.training.history import Events, best, bodies, evaluations
+from everstep.training.holding import holding, planned
 from everstep.training.recipe import Recipe
 from everstep.training.restore import restore
 from everstep.training.shard_state import ShardState
@@ -23,71 +29,74 @@ FAULT_KEYS = ("kind", "step", "tier", "steps_lost", "seconds_to_next_step", "exa
 
 
 def describe(chain: Chain) -> dict[str, Any]:
-    """Return what a run's log holds: structure, sizes, and which steps can be restored."""
-    listing, manifest = chain.listing(), chain.manifest
-    events = chain.events()
-    evaluations = _bodies(events, "eval-")
-    best = min(evaluations, key=lambda body: float(body["loss"]), default=None)
+    """Return what a run's log holds: structure, sizes, history, and which steps can be restored."""
+    manifest, listing, events = chain.manifest, chain.listing(), chain.events()
+    foreign = {key for key in used(manifest, listing) if key.run}
     out: dict[str, Any] = {
         "run": chain.run,
         "state": manifest.state,
         "generation": manifest.generation,
+        "manifest": manifest.version,
         "exactness": manifest.exactness,
+        "origin": f"{manifest.origin.run}@{manifest.origin.step}" if manifest.origin else None,
+        "encrypted_with": manifest.key_id or None,
         "shards": len(manifest.shards),
-        "segments": len(listing.segments()),
-        "bases": sorted({base.lsn for base in listing.bases()}),
+    }
+    out |= _reach(manifest, listing)
+    out |= {
+        "segments": sum(not key.run for key in listing.segments()),
+        "shared_objects": len(foreign),
+        "bases": sorted({base.lsn for base in listing.bases() if not base.run or base in foreign}),
+        "compressor_snapshots": [snapshot.lsn for snapshot in manifest.compressor],
+        "dropped": len(manifest.dropped),
         "bytes_logged": listing.bytes_of(SegmentKey),
         "bytes_bases": listing.bytes_of(BaseKey),
         "bytes_compressor_state": listing.bytes_of(CompressorKey),
-        "compressor_snapshots": [snapshot.lsn for snapshot in manifest.compressor],
-        "faults": [{key: body[key] for key in FAULT_KEYS} for body in _bodies(events, "healing-")],
-        "gaps": _bodies(events, "gap-"),
-        "best": best,
+        "best": best(events),
         "strays": list(listing.strays),
+        "kept": [{"first": kept.first, "last": kept.last} for kept in manifest.kept],
+        "rounds": _rounds(manifest, listing),
+        "forks": forks_of(chain),
+        "rewinds": bodies(events, "rewound-"),
+        "gaps": bodies(events, "gap-"),
+        "evaluations": evaluations(events),
+        "faults": _faults(events),
     }
-    try:
-        plan = plan_restore(manifest, listing)
-        out |= {"last_restorable": plan.target, "highest_seen": plan.highest, "damage": None}
-    except ChainError as error:
-        out |= {"last_restorable": None, "highest_seen": None, "damage": error.message}
     return out
 
 
-def verify(chain: Chain, recipe: Recipe) -> dict[str, Any]:
-    """Read every object of the log and replay it from its oldest rounds to its end, checking every digest on the way.
+def _reach(manifest: Manifest, listing: Listing) -> dict[str, Any]:
+    if not manifest.shards:
+        return {"last_restorable": None, "highest_seen": None, "damage": None}
+    try:
+        plan = plan_restore(manifest, listing)
+    except ChainError as error:
+        return {"last_restorable": None, "highest_seen": None, "damage": error.message}
+    return {"last_restorable": plan.target, "highest_seen": plan.highest, "damage": None}
 
-    Raises:
-        ChainError: an object is damaged or missing.
-        StateMismatch: the replayed state is not the one that was logged.
-    """
-    listing = chain.listing()
-    keys: list[DataKey] = [*listing.segments(), *listing.bases(), *listing.compressor()]
-    for key in keys:
-        chain.read(key)
-    blueprint = Blueprint(recipe)
-    oldest = max(min(b.lsn for b in listing.bases(shard)) for shard in chain.manifest.shards)
-    later = frozenset(base for base in listing.bases() if base.lsn > oldest)
-    bridged = bool(_bodies(chain.events(), "gap-"))  # the run itself said so: nothing can be replayed across a gap
-    states, plan, _ = restore(chain, blueprint, exclude=frozenset() if bridged else later)
-    digest = _digest(states)
-    closing = chain.manifest.closing
-    live = closing["digest"] if closing else None
-    if live is not None and live != digest and chain.manifest.exactness != "close":
-        raise StateMismatch(
-            f"run {chain.run}: the replayed state of step {plan.target} is {digest[:12]}, the live one was {live[:12]}",
-            hint="if this is another processor or torch version than the run's, replay it there",
-        )
-    return {
-        "run": chain.run,
-        "step": plan.target,
-        "digest": digest,
-        "live_digest": live,
-        "equal": None if live is None else live == digest,
-        "exactness": chain.manifest.exactness,
-        "replayed_steps": plan.target - oldest,
-        "objects_checked": len(listing.objects),
-        "highest_seen": plan.highest,
-    }
+
+def _rounds(manifest: Manifest, listing: Listing) -> list[dict[str, Any]]:
+    """Return the named bases by round: the lsn of each shard's, and the bytes of all; missing ones are said to be."""
+    there = {key for key in listing.bases()}
+    rounds: dict[int, list[Base]] = {}
+    for base in manifest.bases:
+        rounds.setdefault(base.round, []).append(base)
+    return [
+        {
+            "round": number,
+            "first": min(base.lsn for base in bases),
+            "last": max(base.lsn for base in bases),
+            "shards": len(bases),
+            "bytes": sum(base.size for base in bases),
+            "lsns": {str(base.shard): base.lsn for base in bases},
+            "missing": [inside(manifest.run, base.key) for base in bases if base.key not in there],
+        }
+        for number, bases in sorted(rounds.items())
+    ]
+
+
+def _faults(events: Events) -> list[dict[str, Any]]:
+    return [{key: body[key] for key in FAULT_KEYS} for body in bodies(events, "healing-")]
 
 
 def export(chain: Chain, recipe: Recipe, step: int | str | None, out: str) -> dict[str, Any]:
@@ -102,7 +111,8 @@ def export(chain: Chain, recipe: Recipe, step: int | str | None, out: str) -> di
     target = _best(chain) if step == "best" else step
     assert target is None or isinstance(target, int)
     blueprint = Blueprint(recipe)
-    states, plan, damage = restore(chain, blueprint, target=target)
+    with holding(chain, planned(plan_restore(chain.manifest, chain.listing(), target=target))):
+        states, plan, damage = restore(chain, blueprint, target=target)
     tensors = {name: tensor for state in states.values() for name, tensor in state.state.tensors().items()}
     live = blueprint.live_state()
     live.load(tensors, plan.target)
@@ -126,16 +136,12 @@ def export(chain: Chain, recipe: Recipe, step: int | str | None, out: str) -> di
     }
 
 
-def _bodies(events: Mapping[str, Any], prefix: str) -> list[Any]:
-    return [body for name, body in sorted(events.items()) if name.startswith(prefix)]
-
-
-def _digest(states: dict[int, ShardState]) -> str:
+def _digest(states: Mapping[int, ShardState]) -> str:
     return combine_digests({n: d for state in states.values() for n, d in state.state.tensor_digests().items()})
 
 
 def _best(chain: Chain) -> int:
-    evaluations = _bodies(chain.events(), "eval-")
-    if not evaluations:
+    found = best(chain.events())
+    if found is None:
         raise StepNotKept(f"run {chain.run} has no evaluation, so there is no best step", hint="give --step a number")
-    return int(min(evaluations, key=lambda body: float(body["loss"]))["lsn"])
+    return int(found["lsn"])

@@ -18,7 +18,7 @@ from everstep.training.base_writer import BaseWriter
 from everstep.training.replica import Replica
 from everstep.training.shard_state import to_batches
 
-SLACK_S = 0.1
+RESERVE = 0.8  # of the allowed lag; the rest is for a machine that is busy
 
 
 class LogWriter:
@@ -81,7 +81,7 @@ class LogWriter:
     def _write_segments(self, flush: bool) -> bool:
         began, cpu = clock.monotonic(), clock.thread_cpu()
         # A record is due while there is still time to write it: the last put tells how much that takes.
-        age = max(self.max_lag_s - 2 * self.put_s - SLACK_S, self.max_lag_s / 4)
+        age = max(RESERVE * self.max_lag_s - 2 * self.put_s, self.max_lag_s / 4)
         cuts = self.replica.cut(self.segment_steps, age, all_of_it=flush)
         for cut in cuts:
             self.chain.put_segment(cut.shard, cut.first, cut.last, cut.batches)

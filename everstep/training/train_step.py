@@ -170,7 +170,8 @@ class TrainStep:
             if self.recipe.on_nonfinite == "stop":
                 raise RunFailed(
                     f"step {lsn}: the {'loss' if reduced.finite else 'gradient'} is not finite (loss {loss})",
-                    hint='lower optimizer.lr or set optimizer.clip_norm; run.on_nonfinite = "skip" leaves it out',
+                    hint="`everstep resume RUN@STEP --skip-batches N` goes back to before a spike and leaves N batches "
+                    'out; or run.on_nonfinite = "skip" leaves such steps out; or lower optimizer.lr',
                 )
             return Staged(reduced, None, float("nan"), 1.0, {})
         buffers = self._exchange_buffers(reduced.tail, group)

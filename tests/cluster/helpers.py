@@ -18,13 +18,12 @@ import psutil
 from everstep.actors import session
 from everstep.actors.environment import ray
 from everstep.actors.run import Handle, launch
-from everstep.actors.spec import recipe_of
+from everstep.actors.spec import recipe_of, store_of
 from everstep.core import clock
 from everstep.platform.settings import JobSettings, from_dict, to_dict
 from everstep.storage.chain import Chain
-from everstep.storage.store import open_store
-from everstep.training import inspect
 from everstep.training.recipe import Recipe
+from everstep.training.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "EVERSTEP_TEST_MARK"  # in the environment of every process that a test causes
@@ -71,7 +70,7 @@ class Done:
 
     @property
     def chain(self) -> Chain:
-        return Chain.open(open_store(self.settings.run.store), self.settings.run.name or "")
+        return Chain.open(store_of(self.settings), self.settings.run.name or "")
 
     @property
     def recipe(self) -> Recipe:
@@ -86,12 +85,14 @@ class Done:
         return [body for name, body in sorted(self.chain.events().items()) if name.startswith("fault-")]
 
     def verify(self) -> dict[str, Any]:
-        """Replay the log from the store."""
-        return inspect.verify(self.chain, self.recipe)
+        """Prove the log as it is stored; nothing may be wrong with it."""
+        found = verify(store_of(self.settings), self.settings.run.name or "", lambda _: self.recipe)
+        assert not found["problems"], found["problems"]
+        return found
 
 
 def job(
-    store: Path | str, name: str, config: str | Mapping[str, Any], faults: Sequence[Fault] = (), **changes: Any
+    store: Path | str, name: str, config: str | Mapping[str, Any], faults: Sequence[Fault] = (), /, **changes: Any
 ) -> JobSettings:
     """Return settings of a small job; `changes` are keys by section, merged over the configuration.
 
@@ -110,21 +111,21 @@ def job(
     return from_dict(data)
 
 
-def run(settings: JobSettings, resume: str | None = None) -> Done:
+def run(settings: JobSettings, resume: str | None = None, at: int | None = None) -> Done:
     """Run a job to its end on the session's Ray; its actors are gone afterwards, whatever happens.
 
     Raises:
         EverstepError: what ended it.
     """
-    with launched(settings, resume) as handle:
+    with launched(settings, resume, at) as handle:
         state = wait(handle)
         assert state["state"] in ENDED, f"after {RUN_S} s: {state}"
         return Done(settings, handle.summary(), list(state["events"]))
 
 
 @contextlib.contextmanager
-def launched(settings: JobSettings, resume: str | None = None) -> Iterator[Handle]:
-    handle = launch(settings, resume=resume)
+def launched(settings: JobSettings, resume: str | None = None, at: int | None = None) -> Iterator[Handle]:
+    handle = launch(settings, resume=resume, at=at)
     try:
         yield handle
     finally:

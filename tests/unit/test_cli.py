@@ -12,15 +12,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 import everstep
 from everstep import cli, console
-from everstep.core.errors import EverstepError, RunFailed, UserCodeFailed
+from everstep.actors.spec import recipe_of
+from everstep.cli_shared import located, located_step
+from everstep.core.errors import ChainError, EverstepError, RunFailed, UserCodeFailed
 from everstep.platform.settings import JobSettings, load, named, to_dict
 from everstep.storage.chain import Chain
 from everstep.storage.store import open_store
+from everstep.training.blueprint import Blueprint
+from everstep.training.delta import Delta
+from everstep.training.history import evaluation_name
+from everstep.training.optimizer import hyper_parameters
+from everstep.training.record import StepResult, pack, unpack
+from everstep.training.shard_state import to_batches
+from everstep.training.state import combine_digests
 
 JOB = '[run]\nname = "mine"\nsteps = 3\n[task]\nname = "char_lm"\n'
 SUMMARY = {
@@ -81,13 +91,14 @@ class Launched:
         self.handle = Handle([at("starting", 0), at("running", 1, ["worker 1 died"]), at("done", 3, ["worker 1 died"])])
         self.settings: JobSettings | None = None
         self.resume: str | None = "never"
+        self.at: int | None = None
         module = types.ModuleType("everstep.actors.run")
         module.launch = self.launch  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "everstep.actors.run", module)
         monkeypatch.setattr(console, "POLL_S", 0.001)
 
-    def launch(self, settings: JobSettings, *, resume: str | None) -> Handle:
-        self.settings, self.resume = settings, resume
+    def launch(self, settings: JobSettings, *, resume: str | None, at: int | None = None) -> Handle:
+        self.settings, self.resume, self.at = settings, resume, at
         return self.handle
 
 
@@ -271,20 +282,200 @@ def test_the_store_comes_from_the_environment(store: str, launched: Launched, mo
     assert everstep_command("resume", "mine").exit_code == 2
 
 
-def test_chain_commands_print_what_they_are_told(store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = types.ModuleType("everstep.training.inspect")
-    module.describe = lambda chain: {"run": chain.run, "rounds": [{"lsn": 5, "bytes_all": 1000}]}  # type: ignore[attr-defined]
-    module.verify = lambda chain, recipe: {"digest": "ab" * 32}  # type: ignore[attr-defined]
-    module.export = lambda chain, recipe, step, out: {"step": step, "out": str(out)}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "everstep.training.inspect", module)
-    monkeypatch.setattr("everstep.training.inspect", module, raising=False)
-    assert last_json(everstep_command("chain", "verify", "mine", "--store", store, "--json"))["digest"] == "ab" * 32
-    shown = everstep_command("chain", "ls", "mine", "--store", store)
-    assert all(text in shown.stdout for text in ("rounds", "lsn", "1,000"))
+def test_chain_export_passes_on_what_it_is_asked_for(
+    store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from everstep.training import inspect
+
+    monkeypatch.setattr(inspect, "export", lambda chain, recipe, step, out: {"step": step, "out": str(out)})
     for step, wanted in (("77", 77), ("best", "best"), (None, None)):
         words = ["chain", "export", "mine", "--store", store, "--out", str(tmp_path), "--json"]
         answer = last_json(everstep_command(*words, *(["--step", step] if step else [])))
         assert answer == {"step": wanted, "out": str(tmp_path)}
+
+
+def step_of(blueprint: Blueprint, lsn: int) -> StepResult:
+    """A step whose delta is 0.1 everywhere."""
+    optimizer = blueprint.live_state().optimizer
+    assert optimizer is not None
+    scalars: dict[str, float | int] = dict.fromkeys(("loss", "grad_norm", "clip", "lr", "seconds"), 1.0)
+    scalars |= dict.fromkeys(("samples", "data_epoch", "world_size"), 1)
+    delta = Delta(np.full(blueprint.layout.size, 0.1, np.float32), None, frozenset())
+    return StepResult(lsn, 1, delta, scalars, hyper_parameters(optimizer), {}, {})
+
+
+@pytest.fixture
+def trained(tmp_path: Path, job: str) -> str:
+    """A folder store that holds `mine`, a finished run of the digits task with two steps in its log."""
+    url = f"file:{tmp_path / 'runs'}"
+    settings = load(job, ["task.name=digits", "task.width=4", "run.steps=2", "eval.every=1"])
+    blueprint, store = Blueprint(recipe_of(settings)), open_store(url)
+    shards = blueprint.layout.shards
+    log = Chain.create(store, "mine", settings=to_dict(settings), shards=len(shards), exactness="bitwise")
+    states = {shard: blueprint.shard_state(shard) for shard in shards}
+    for lsn in (0, 1, 2):
+        for shard, state in states.items():
+            if lsn:
+                record = unpack(shard, pack(step_of(blueprint, lsn), blueprint.layout, shard))
+                state.merge(record)
+                log.put_segment(shard, lsn, lsn, [record])
+            log.name_bases([log.proved(log.put_base(shard, lsn, to_batches(state.state.tensors())))])
+        if lsn:
+            log.add_event(evaluation_name(lsn, 1), {"lsn": lsn, "generation": 1, "loss": 1.0 / lsn})
+    tails = {str(shard): crc for shard, (_, crc) in log.tails().items()}
+    digest = combine_digests({n: d for state in states.values() for n, d in state.state.tensor_digests().items()})
+    log.update(state="closed", closing={"last_lsn": 2, "digest": digest, "tails": tails})
+    return url
+
+
+def test_chain_ls_shows_tables(trained: str) -> None:
+    shown = everstep_command("chain", "ls", "mine", "--store", trained)
+    assert shown.exit_code == 0, shown.output
+    assert all(text in shown.stdout for text in ("log of mine", "closed", "kept steps", "rounds", "0 2, 1 2, 2 2"))
+    answer = last_json(everstep_command("chain", "ls", "mine", "--store", trained, "--json"))
+    assert [row["lsns"] for row in answer["rounds"]] == [{str(s): lsn for s in range(3)} for lsn in (0, 1, 2)]
+    assert answer["kept"] == [{"first": 1, "last": None}] and answer["best"]["lsn"] == 2
+    assert [body["lsn"] for body in answer["evaluations"]] == [1, 2]
+
+
+def test_chain_verify_has_exit_code_one_and_names_all_that_is_wrong(trained: str) -> None:
+    words = ("chain", "verify", "mine", "--store", trained)
+    whole = everstep_command(*words, "--drill")
+    assert whole.exit_code == 0, whole.output
+    assert "run mine is whole" in whole.stderr and "drill" in whole.stdout
+    folder = Path(trained.removeprefix("file:")) / "mine"
+    paths = sorted(folder.glob("g000001/log/s000[12]/000000000001-*.arrow"))
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:-9])
+    broken = everstep_command(*words, "--json")
+    answer = last_json(broken)
+    assert broken.exit_code == answer["exit_code"] == 1
+    assert [Path(row["object"]).name for row in answer["problems"]] == [path.name for path in paths]
+    assert answer["error"]["class"] == "ChainError" and "2 problems" in answer["error"]["message"]
+    assert answer["equal"] is True  # later bases are whole
+    assert all(str(path.relative_to(folder)) in broken.stderr for path in paths)
+    with pytest.raises(ChainError, match="2 problems"):
+        cli.ask(*words)
+
+
+def test_chain_gc_says_what_goes_and_why(trained: str) -> None:
+    name = f"{trained.removeprefix('file:')}/mine"
+    spared = last_json(everstep_command("chain", "gc", name, "--dry-run", "--json"))
+    assert (spared["would_delete"], spared["goes"]) == (0, [])
+    log = Chain.open(open_store(trained), "mine")
+    check = log.manifest.settings["checkpoint"] | {"keep_rounds": 1, "keep_hours": 0.0, "gc_age_s": 0.0}
+    log.update(settings=log.manifest.settings | {"checkpoint": check})
+    planned = last_json(everstep_command("chain", "gc", name, "--dry-run", "--json"))
+    assert planned["would_delete"] == 12 and len(log.listing().segments()) == 6
+    assert {row["reason"]: row["objects"] for row in planned["goes"]}["its round is not kept any more"] == 6
+    shown = everstep_command("chain", "gc", name)
+    assert all(text in shown.stdout for text in ("its round is not kept any more", "every step from 2 on is kept"))
+    assert len(log.listing().segments()) == 0
+    assert everstep_command("chain", "verify", name).exit_code == 0
+
+
+def test_chain_diff_needs_two_steps(trained: str) -> None:
+    words = ("chain", "diff", "mine", "--store", trained, "--step", "1")
+    assert "expected two steps, got 1" in everstep_command(*words).stderr
+    shown = everstep_command(*words, "--step", "2")
+    assert all(text in shown.stdout for text in ("step 2 against step 1", "parameters", "layers.0.weight", "exp_avg"))
+    answer = last_json(everstep_command(*words, "--step", "2", "--json"))
+    assert (answer["step_a"], answer["step_b"]) == (1, 2) and answer["parameters_relative"] > 0
+
+
+def test_fork_prints_the_next_command(trained: str) -> None:
+    words = ("fork", "mine@1", "new", "--store", trained)
+    shown = everstep_command(*words, "--set", "optimizer.lr=0.5")
+    assert shown.exit_code == 0, shown.output
+    assert f"next: everstep resume new --store {trained}" in shown.stderr
+    log = Chain.open(open_store(trained), "new")
+    assert log.manifest.settings["run"]["name"] == "new" and log.manifest.settings["optimizer"]["lr"] == 0.5
+    assert log.manifest.settings["run"]["store"] == trained
+    again = last_json(everstep_command(*words, "--json"))
+    assert again["error"]["class"] == "RunExists"
+    for other, kind in ((("task.width=8",), "SettingsError"), (("batch.global_size=32",), "SettingsError")):
+        answer = last_json(everstep_command("fork", "mine@1", "x", "--store", trained, "--set", *other, "--json"))
+        assert answer["error"]["class"] == kind and answer["exit_code"] == 2
+    assert "which step" in everstep_command("fork", "mine", "x", "--store", trained).stderr
+    assert "got the step 'end'" in everstep_command("fork", "mine@end", "x", "--store", trained).stderr
+    assert last_json(everstep_command("fork", "mine@3", "x", "--store", trained, "--json"))["exit_code"] == 1
+    assert Chain.runs(open_store(trained)) == ["mine", "new"]
+
+
+def test_a_fork_with_a_residual_says_where_that_starts(trained: str) -> None:
+    words = ("fork", "mine@1", "new", "--store", trained, "--set", "compression.method=topk")
+    shown = everstep_command(*words)
+    assert "error feedback starts at zero" in shown.stderr and "(it has: none)" in shown.stderr
+    assert shown.stderr.rstrip().endswith("--exact")
+
+
+def test_resume_at_a_step(trained: str, launched: Launched) -> None:
+    words = ("resume", "mine@1", "--store", trained)
+    assert everstep_command(*words, "--skip-batches", "3").exit_code == 0
+    assert launched.settings is not None
+    assert (launched.at, launched.resume, launched.settings.batch.skips) == (1, "resume", ((1, 3),))
+    assert everstep_command(*words, "--exact").exit_code == 0
+    assert (launched.at, launched.resume, launched.settings.batch.skips) == (1, "exact", ())
+    assert everstep_command("resume", f"{trained.removeprefix('file:')}/mine").exit_code == 0
+    assert launched.at is None
+
+
+def test_resume_at_a_step_that_is_not_there_or_not_given(trained: str, launched: Launched) -> None:
+    late = everstep_command("resume", "mine@3", "--store", trained)
+    assert late.exit_code == 1 and "step 3 cannot be restored" in late.stderr
+    missing = everstep_command("resume", "mine", "--store", trained, "--skip-batches", "2")
+    assert missing.exit_code == 2 and "everstep resume mine@STEP --skip-batches 2" in missing.stderr
+    assert launched.settings is None
+
+
+def test_runs_ls_and_rm(trained: str) -> None:
+    assert everstep_command("fork", "mine@1", "new", "--store", trained).exit_code == 0
+    folder = trained.removeprefix("file:")
+    (Path(folder) / "broken" / "manifest").mkdir(parents=True)
+    (Path(folder) / "broken" / "manifest" / f"{1:020d}.json").write_text("{")
+    for where in ([folder], [trained], ["--store", trained]):
+        found = last_json(everstep_command("runs", "ls", *where, "--json"))["runs"]
+        assert [(row["run"], row["state"], row["last_restorable"]) for row in found] == [
+            ("broken", "damaged", None), ("mine", "closed", 2), ("new", "open", 1)]  # fmt: skip
+    shown = everstep_command("runs", "ls", folder)
+    assert "mine@1" in shown.stdout and "broken: broken/manifest" in shown.stderr
+
+    refused = everstep_command("runs", "rm", "new", "--store", trained)
+    assert refused.exit_code == 2 and "has not ended" in refused.stderr and "--force" in refused.stderr
+    removed = everstep_command("runs", "rm", f"{folder}/mine")
+    assert removed.exit_code == 0, removed.output
+    assert "what new uses stays" in removed.stderr
+    assert everstep_command("chain", "verify", "new", "--store", trained).exit_code == 0
+    answer = last_json(everstep_command("runs", "rm", "new", "--store", trained, "--force", "--json"))
+    assert answer["gone"] is True and answer["stays_for_forks"] == []
+
+
+def test_a_store_without_runs(tmp_path: Path) -> None:
+    assert "there are no runs" in everstep_command("runs", "ls", str(tmp_path / "none")).stderr
+    assert last_json(everstep_command("runs", "ls", str(tmp_path / "none"), "--json"))["runs"] == []
+
+
+@pytest.mark.parametrize(
+    ("run", "store", "expected"),
+    [
+        ("mine", "file:./runs", ("file:./runs", "mine")),
+        ("mine", "./runs", ("file:./runs", "mine")),
+        ("mine", "s3://bucket/prefix", ("s3://bucket/prefix", "mine")),
+        ("./runs/mine", "x", ("file:./runs", "mine")),
+        ("/runs/mine/", "x", ("file:/runs", "mine")),
+        ("/mine", "x", ("file:/", "mine")),
+        ("file:runs/mine", "x", ("file:runs", "mine")),
+        ("file:/runs/mine", "x", ("file:/runs", "mine")),
+        ("file:mine", "x", ("file:x", "mine")),
+        ("s3://bucket/prefix/mine", "x", ("s3://bucket/prefix", "mine")),
+        ("s3://bucket/mine", "x", ("s3://bucket", "mine")),
+        ("memory:here/mine", "x", ("memory:here", "mine")),
+    ],
+)
+def test_where_a_run_is(run: str, store: str, expected: tuple[str, str]) -> None:
+    assert located(run, store) == expected
+    assert located_step(f"{run.rstrip('/')}@12", store) == (*expected, 12)
+    assert located_step(run, store) == (*expected, None)
 
 
 def test_tasks_lists_the_built_in_ones() -> None:

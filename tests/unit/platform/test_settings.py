@@ -19,6 +19,7 @@ from everstep.platform.settings import (
     changed_for_resume,
     differences,
     from_dict,
+    gone_back,
     load,
     named,
     to_dict,
@@ -305,3 +306,13 @@ def test_what_needs_a_fork(stored: JobSettings, override: str, key: str) -> None
 def test_a_wrong_override_on_resume(stored: JobSettings) -> None:
     with pytest.raises(SettingsError, match=r"run mine: run\.stpes: unknown key"):
         changed_for_resume(stored, ["run.stpes=50"])
+
+
+def test_batches_left_out_survive_json_and_stay_strict() -> None:
+    settings = gone_back(from_dict({"task": {"name": "char_lm"}}), 20, 3)
+    again = from_dict(json.loads(json.dumps(to_dict(settings))))
+    assert again == settings and again.batch.skips == ((20, 3),)
+    assert gone_back(gone_back(again, 30, 1), 20, 0).batch.skips == ()
+    for wrong in ([["2", 3]], [[1.0, 3]], [[1, 0]], [[1]], [3]):
+        with pytest.raises(SettingsError, match="batch.skips"):
+            from_dict({"task": {"name": "char_lm"}, "batch": {"skips": wrong}})

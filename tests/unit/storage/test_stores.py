@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.core.errors import StoreError, StoreFull, StoreRefused
+from everstep.core.errors import ObjectExists, StoreError, StoreFull, StoreRefused
 from everstep.storage.folder import PACED_WRITE, FolderStore
 from everstep.storage.memory import MemoryStore
 from everstep.storage.store import Store, absolute, open_store, probe
@@ -109,8 +109,10 @@ def test_a_folder_that_cannot_be_synced_fails_the_put(tmp_path: Path, monkeypatc
         patch.setattr(os, "fsync", second_fails)
         with pytest.raises(StoreError, match="I/O error"):
             store.put("run/second", b"y")
-    assert [info.key for info in store.list("")] == ["run/first"]
+    assert [info.key for info in store.list("")] == ["run/first", "run/second"]
     assert os.listdir(tmp_path / ".tmp") == []
+    with pytest.raises(ObjectExists):  # after making the name durable, which is what a repeated put is for
+        store.put("run/second", b"y")
 
 
 def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

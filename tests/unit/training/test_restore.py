@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from everstep.core.errors import ChainError, ChainGap, CorruptObject, StateMismatch, StepNotKept
+from everstep.core.errors import ChainError, ChainGap, StateMismatch, StepNotKept
 from everstep.storage.chain import Chain
 from everstep.storage.keys import BaseKey, DataKey, SegmentKey, inside
 from everstep.storage.manifest import CompressorSnapshot
 from everstep.storage.memory import MemoryStore
 from everstep.training.blueprint import Blueprint
-from everstep.training.inspect import FAULT_KEYS, describe, export, verify
+from everstep.training.inspect import FAULT_KEYS, describe, export
 from everstep.training.recipe import Recipe
 from everstep.training.record import unpack
 from everstep.training.restore import best_snapshot, read_residual, restore
@@ -239,24 +239,6 @@ def test_residuals_come_back_slice_by_slice(stored: Stored) -> None:
 
 
 # --- what the commands make of it
-
-
-def test_verify_replays_from_the_oldest_round(stored: Stored) -> None:
-    found = verify(stored.chain, stored.recipe)
-    assert (found["step"], found["replayed_steps"], found["digest"]) == (STEPS, STEPS, stored.digests[STEPS])
-    assert found["live_digest"] is None and found["equal"] is None and found["exactness"] == "bitwise"
-    assert found["objects_checked"] == len(stored.chain.listing().objects)
-    stored.chain.update(state="closed", closing={"last_lsn": STEPS, "digest": stored.digests[STEPS]})
-    assert verify(stored.chain, stored.recipe)["equal"] is True
-
-
-def test_verify_finds_another_end_and_damage(stored: Stored) -> None:
-    stored.chain.update(state="closed", closing={"last_lsn": STEPS, "digest": stored.digests[STEPS - 1]})
-    with pytest.raises(StateMismatch, match=f"state of step {STEPS}"):
-        verify(stored.chain, stored.recipe)
-    key = stored.damage(BaseKey, 1, 3)
-    with pytest.raises(CorruptObject, match=key.path):
-        verify(stored.chain, stored.recipe)
 
 
 def test_describe_says_what_can_be_restored(stored: Stored) -> None:
