@@ -123,8 +123,6 @@ def measure(log: Log, case: str, step_s: float, seconds: float, max_lag_s: float
     lag.end()
     if warm is None or settled_at is None:
         raise RuntimeError(f"{seconds} s are too short for two rounds; measure longer, or with a shorter base interval")
-    if os.environ.get("DEBUG_FLOW"):
-        print(began, settled_at, ended, [(round(w - began, 2), n) for w, n in flow.gone][-40:], [(b.shard, b.lsn) for b in log.bases.proved], log.live.lsn, log.bases.rate(), log.bases.step_s(), log.bases._costs)
     rates = flow.windows(settled_at, ended)
     mean = sum(rates) / len(rates)
     late, behind = sorted(lag.seconds(warm)), sorted(lag.steps)
