@@ -131,6 +131,8 @@ def load_torch(folder: str) -> float:
 
 
 def load_dcp(folder: str, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> float:
+    warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+
     def load() -> None:
         state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
         dcp.load(state, checkpoint_id=os.path.join(folder, "dcp"), no_dist=True)
@@ -180,6 +182,7 @@ def measure(
                     given = (*given, None if repeat else log.digests[1 + given[3]])
                 warm(path)
                 times[name].append(fresh.submit(act, *given).result())
+            show("repeat", str(repeat), **{name: round(values[-1], 3) for name, values in times.items()})
     return times
 
 
@@ -270,7 +273,8 @@ def run(options: argparse.Namespace, folder: str, training: PlainTraining) -> No
         training.step()
     step_seconds = options.step_seconds or statistics.median(timed(training.step)[0] for _ in range(3))
     sizes = {name: getattr(options, name) for name in SIZES}
-    rows, logs = [], {}
+    rows, logs, threads = [], {}, torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a checkpoint actor
     for case, steps in zip(CASES, (options.dense_steps, options.steps), strict=True):
         interval = min(options.base_interval, max(steps))
         plan = Plan(sizes, options.shards, min(options.segment_steps, interval), interval)
@@ -282,6 +286,7 @@ def run(options: argparse.Namespace, folder: str, training: PlainTraining) -> No
     rows += save_others(state, folder, options.repeats)
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
     del state
+    torch.set_num_threads(threads)
     times = measure(options.repeats, folder, logs, training, shapes)
     show("step", "plain torch", batch=options.batch, seconds=spread(times["step"]))
     for case, (_, steps) in logs.items():

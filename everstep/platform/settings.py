@@ -131,11 +131,13 @@ def changed_for_resume(old: JobSettings, overrides: Sequence[str], faults: Seque
 def changed_for_fork(old: JobSettings, name: str, overrides: Sequence[str]) -> JobSettings:
     """Return `old` under another name with the overrides applied, if its log can be gone on with under the result.
 
+    Faults are not taken over: they were for the parent.
+
     Raises:
         SettingsError: an override is wrong, or changes what the state or its place in the data depends on.
     """
     where = f"fork {name} of run {old.run.name}"
-    new = _build(_changed(to_dict(old), [*overrides, f"run.name={name}"], ()), where)
+    new = _build(_changed(to_dict(old) | {"faults": []}, [*overrides, f"run.name={name}"], ()), where)
     for key in differences(old, new):
         if key in FORK_FIXED:
             raise SettingsError(

@@ -170,7 +170,7 @@ def test_a_bit_flipped_in_a_segment(stored: Done, tmp_path: Path) -> None:
 
 
 def test_a_base_cut_short(stored: Done, tmp_path: Path) -> None:
-    path = files(stored, "g000001/base/s0001/000000000050-*.arrow")[0]
+    path = files(stored, "g000001/base/s0001/*.arrow")[-1]  # the newest: files come sorted by lsn
     path.write_bytes(path.read_bytes()[:-100])
 
     damaged(stored, path, path.name)

@@ -16,6 +16,7 @@ from everstep.core.errors import SettingsError
 from everstep.platform.settings import (
     RESUMABLE,
     JobSettings,
+    changed_for_fork,
     changed_for_resume,
     differences,
     from_dict,
@@ -316,3 +317,28 @@ def test_batches_left_out_survive_json_and_stay_strict() -> None:
     for wrong in ([["2", 3]], [[1.0, 3]], [[1, 0]], [[1]], [3]):
         with pytest.raises(SettingsError, match="batch.skips"):
             from_dict({"task": {"name": "char_lm"}, "batch": {"skips": wrong}})
+
+
+def test_a_fork_keeps_the_settings_but_for_its_name_and_the_faults() -> None:
+    old = from_dict(
+        {"run": {"name": "old"}, "task": {"name": "char_lm"}, "faults": [{"kind": "kill_worker", "step": 3}]}
+    )
+    new = changed_for_fork(old, "new", ["optimizer.lr=0.5"])
+    assert (new.run.name, new.optimizer.options["lr"], new.faults) == ("new", 0.5, ())
+    assert differences(old, new) == ["run.name", "optimizer.lr", "faults"]
+
+
+@pytest.mark.parametrize(
+    "change", ["optimizer.name=sgd", "batch.global_size=32", "checkpoint.shards=3", "task.name=digits"]
+)
+def test_a_fork_cannot_change_what_the_log_is_read_under(change: str) -> None:
+    old = from_dict({"run": {"name": "old"}, "task": {"name": "char_lm"}})
+    with pytest.raises(SettingsError, match=f"{change.partition('=')[0]} cannot change in a fork"):
+        changed_for_fork(old, "new", [change])
+
+
+def test_going_back_leaves_batches_out_and_forgets_later_skips() -> None:
+    old = from_dict({"run": {"name": "old"}, "task": {"name": "char_lm"}, "batch": {"skips": [[10, 2], [30, 1]]}})
+    assert gone_back(old, 20, 5).batch.skips == ((10, 2), (20, 5))
+    assert gone_back(old, 20, 0).batch.skips == ((10, 2),)
+    assert from_dict(to_dict(gone_back(old, 20, 5))) == gone_back(old, 20, 5)

@@ -97,7 +97,7 @@ class RunModel:
         for shard, cut in cuts.items():
             self.acked[shard] = cut
             self.holes[shard] = {lsn for lsn in self.holes[shard] if lsn <= cut}
-        self.dead = {step for step in self.dead if step <= self.end()}
+        self.dead = {step for step in self.dead if step < self.end()}
 
     def collected(self, before: Manifest, keep: Retention) -> None:
         """A collection dropped objects: all may be gone but what the promise names."""

@@ -167,13 +167,12 @@ class ChainMachine(RuleBasedStateMachine):
         return False
 
     def commit(self, model: RunModel, a: int, b: int, arm: Callable[[Process], None] | None) -> None:
-        shard, steps = a % SHARDS, 1 + b % 3
+        shard, steps, chain = a % SHARDS, 1 + b % 3, model.writer
         tokens = model.tokens[shard]
         first, fresh = len(tokens) + 1, self._tokens(steps)
-        if first > MOST_STEPS:
+        if first > MOST_STEPS or chain is None:
             return
         tokens += fresh
-        chain = model.writer
 
         def put(chain: Chain) -> None:
             key = chain.put_segment(shard, first, first + steps - 1, rows(fresh))
@@ -184,7 +183,7 @@ class ChainMachine(RuleBasedStateMachine):
         if model.writer is None or (chain is not model.writer and done):
             return  # fenced: what was put may lie before the cut or behind it
         generation = model.writer.manifest.generation
-        if model.tokens[shard][first - 1 : first] != fresh[:1] or chain is None:
+        if model.tokens[shard][first - 1 : first] != fresh[:1]:
             return  # cut off meanwhile
         if done or self._stored(model, SegmentKey(generation, shard, first, first + steps - 1)):
             model.acked[shard] = first + steps - 1

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from everstep.core.errors import SettingsError, TaskError
 from everstep.core.rng import fold
-from everstep.training.data import BatchLoader, Order, data_epoch, sample_ids
+from everstep.training.data import BatchLoader, Order, batches_upto, data_epoch, sample_ids
 from everstep.training.seeding import seed_all, step_seed
 
 torch.set_num_threads(1)
@@ -249,3 +249,11 @@ def test_seed_all_sets_every_generator() -> None:
 def test_step_seed_depends_on_each_part() -> None:
     seeds = {step_seed(s, lsn, m) for s in (0, 1) for lsn in (1, 2, 11) for m in (0, 1, 10)}
     assert len(seeds) == 18 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_batches_that_are_left_out_move_what_comes_after_them() -> None:
+    order = Order(seed=1, dataset_size=1000, global_size=8, micro_shards=2)
+    skipping = Order(seed=1, dataset_size=1000, global_size=8, micro_shards=2, skips=((3, 2), (5, 1)))
+    assert [batches_upto(lsn, skipping.skips) for lsn in (1, 3, 4, 5, 6)] == [1, 3, 6, 7, 9]
+    for lsn, same_as in ((3, 3), (4, 6), (5, 7), (6, 9)):
+        assert skipping.spots(lsn, 1) == order.spots(same_as, 1)
