@@ -76,7 +76,7 @@ def _make_durable(run: RunContext, last: int) -> int:
         if min(have.values()) < last:
             have = run.crew.ask(member, "resend", run.group_epoch, have)
     if min(have.values()) < last:
-        rebase(run, run.crew.members[0])
+        rebase(run, run.crew.members[0], min(have.values()) + 1)
     run.checkpointers.ask("advance", last)
     limit = run.settings.checkpoint.storage_timeout_s
     durable = lowest_durable(run.checkpointers.ask("flush", limit, timeout_s=limit + 30))

@@ -31,7 +31,7 @@ class RunSpec:
 
     Attributes:
         settings: the job file as a dictionary, complete.
-        resume: None for a new run, else "resume" or "exact".
+        resume: None for a new run, else how to go on: see `recovery.load_state`.
         shards: parameter shards of this model.
         exactness: what a replay of this optimizer promises.
         intervals: when segments, bases and compressor snapshots are taken at first.

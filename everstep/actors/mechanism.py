@@ -10,7 +10,7 @@ import torch.distributed as dist
 from everstep.actors import adoption, closing, recovery
 from everstep.actors.context import RunContext
 from everstep.actors.environment import ray
-from everstep.actors.spec import key_id_of, store_of
+from everstep.actors.spec import how_of, key_id_of, store_of
 from everstep.core import clock
 from everstep.core.errors import EverstepError, GroupBroken, StoreError
 from everstep.platform.states import Facts, Regroup, ReplaceCheckpointers
@@ -86,7 +86,7 @@ class Mechanism:
             healing.exactness = run.exactness
         if not whole:
             known = max(finished, healing.step - 1) if healing.injected else finished
-            recovery.load_state(run, healing, known, run.settings.checkpoint.on_total_loss)
+            recovery.load_state(run, healing, known, how_of(run.settings))
         self._form()
 
     def replace_checkpointers(self, decision: ReplaceCheckpointers) -> None:

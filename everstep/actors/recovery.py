@@ -9,7 +9,9 @@ import numpy as np
 from everstep.actors.context import RunContext
 from everstep.actors.crew import Member
 from everstep.actors.healing import Healing
-from everstep.core.errors import RunFailed
+from everstep.core.errors import ChainError, ChainGap, RunFailed
+from everstep.storage.manifest import CompressorSnapshot
+from everstep.storage.plan import plan_restore, reachable
 from everstep.training.restore import best_snapshot
 
 
@@ -27,17 +29,24 @@ def complete_log(run: RunContext, whole: list[Member], top: int) -> None:
         run.crew.ask(member, "connect_checkpointers", run.checkpointers.actors)
         have = run.crew.ask(member, "resend", run.group_epoch, have)
     if min(have.values()) < top:
-        rebase(run, next(member for member in whole if member.lsn == top))
+        rebase(run, next(member for member in whole if member.lsn == top), min(have.values()) + 1)
     run.checkpointers.ask("advance", top)
     run.checkpointers.ask("flush", 10.0)  # a dead worker's undurable records are now in one place only
 
 
-def rebase(run: RunContext, source: Member) -> None:
-    """Start the log again from a worker's state, and say so: no finished step is lost, but some cannot be restored."""
+def rebase(run: RunContext, source: Member, first: int) -> None:
+    """Start the log again from a worker's state, and say so: no finished step is lost, but some cannot be restored.
+
+    Args:
+        run: the run.
+        source: the worker.
+        first: the first step of which a record is lost.
+    """
     lsn, tensors = run.crew.ask(source, "tensors")
     run.checkpointers.ask("rebase", lsn, tensors)
-    run.notebook.event(f"gap-{lsn:012d}", {"lsn": lsn, "reason": "the records' holders died together"})
-    run.tell(f"records before step {lsn} are lost with their holders; the log goes on from a base at {lsn}")
+    body = {"first": first, "last": lsn, "reason": "the records' holders died together"}
+    run.notebook.event(f"gap-{lsn:012d}", body)
+    run.tell(f"records of steps {first} to {lsn} died with their holders; the log goes on from a base at {lsn}")
 
 
 def load_state(run: RunContext, healing: Healing | None, finished: int, how: str) -> None:
@@ -47,7 +56,11 @@ def load_state(run: RunContext, healing: Healing | None, finished: int, how: str
         run: the run.
         healing: the account of this fault; where it was healed from is written there. None: the run begins.
         finished: the last step that is known to have been finished.
-        how: "exact" goes back to the last compressor snapshot if there is a residual; "resume" lets that start at zero.
+        how: "exact" goes back to the last compressor snapshot if there is a residual; "resume" lets that start at zero;
+            "exact if possible" is the one if the log has all that it takes, else the other.
+
+    Raises:
+        ChainGap: "exact" is asked for and the log has a gap behind the last snapshot.
     """
     if not run.checkpointers:
         if run.world_sizes:
@@ -61,8 +74,8 @@ def load_state(run: RunContext, healing: Healing | None, finished: int, how: str
     run.checkpointers.ask("advance", complete)
     run.checkpointers.ask("begin_epoch", run.group_epoch, complete)  # drops what other shards have beyond
     start = complete
-    if run.recipe.keeps_residual and how == "exact":
-        start = _load_exact(run, complete)
+    if run.recipe.keeps_residual and how != "resume" and (found := _recomputable(run, complete, how)) is not None:
+        start = _load_exact(run, *found)
     else:
         _send_state(run, None, None)
         if run.recipe.keeps_residual and complete > 0:
@@ -74,13 +87,36 @@ def load_state(run: RunContext, healing: Healing | None, finished: int, how: str
         run.tell(f"going on from step {start} ({run.exactness}); the log reaches step {complete}")
 
 
-def _load_exact(run: RunContext, complete: int) -> int:
-    """Load the state at the last compressor snapshot; recomputed records will be compared with the logged ones."""
-    snapshot = best_snapshot(run.chain, complete)
-    origin = run.chain.manifest.origin
+def _recomputable(run: RunContext, complete: int, how: str) -> tuple[CompressorSnapshot | None, int] | None:
+    """Return the last compressor snapshot and its lsn, from where every step up to `complete` has its record.
+
+    None: there is a gap behind it. Without a snapshot it is the start, a fork's too, where every residual is zero.
+    """
+    snapshot, origin = best_snapshot(run.chain, complete), run.chain.manifest.origin
     lsn = snapshot.lsn if snapshot else origin.step if origin else 0
+    run.checkpointers.ask("flush", run.settings.checkpoint.storage_timeout_s)
+    manifest, listing = run.chain.manifest, run.chain.listing()
+    later = frozenset(base for base in listing.bases() if base.lsn > lsn)
+    try:
+        plan_restore(manifest, listing, target=lsn)
+        reached = min(reachable(manifest, listing, shard, later) for shard in manifest.shards)
+    except ChainError:
+        reached = -1
+    if reached >= complete:
+        return snapshot, lsn
+    what = (
+        f"steps {lsn + 1} to {complete} cannot be recomputed from the last compressor snapshot: the log has a gap there"
+    )
+    if how == "exact":
+        raise ChainGap(f"run {run.name!r}: {what}", hint=f"everstep resume {run.name} without --exact (warm)")
+    run.tell(what)
+    return None
+
+
+def _load_exact(run: RunContext, snapshot: CompressorSnapshot | None, lsn: int) -> int:
+    """Load the state at a compressor snapshot; recomputed records will be compared with the logged ones."""
     run.checkpointers.ask("expect_recomputed", lsn)
-    if snapshot is None:  # at the start, a fork's too, every residual is zero
+    if snapshot is None:
         _send_state(run, lsn, None)
         return lsn
     parts = run.checkpointers.ask_one(0, "residual", snapshot)

@@ -10,7 +10,7 @@ from everstep.actors import session
 from everstep.actors.context import RunSpec
 from everstep.actors.environment import NAMESPACE, ray, start
 from everstep.actors.fault_handler import FaultHandler
-from everstep.actors.spec import actor_name, key_id_of, recipe_of, store_of
+from everstep.actors.spec import actor_name, how_of, key_id_of, recipe_of, store_of
 from everstep.core import clock
 from everstep.core.errors import RunExists, RunFailed, SettingsError
 from everstep.platform.settings import JobSettings, differences, from_dict, to_dict
@@ -97,7 +97,7 @@ def launch(settings: JobSettings, *, resume: str | None, at: int | None = None) 
 
     Args:
         settings: the whole job, named.
-        resume: None to start; "resume" or "exact" to go on from the log.
+        resume: None to start; "resume", "exact" or "exact if possible" to go on from the log.
         at: with `resume`, go back to this step and on another way from there.
 
     Raises:
@@ -160,4 +160,4 @@ def _existing(settings: JobSettings, store: Any) -> str | None:
             f"run {settings.run.name!r} exists in {settings.run.store} with other settings: {', '.join(differing)}",
             hint="choose another run.name, or go on with it: everstep resume " + settings.run.name,
         )
-    return settings.checkpoint.on_total_loss
+    return how_of(settings)

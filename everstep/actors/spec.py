@@ -52,6 +52,11 @@ def store_of(settings: JobSettings) -> Store:
     return open_store(settings.run.store, endpoint=settings.store.endpoint, region=settings.store.region)
 
 
+def how_of(settings: JobSettings) -> str:
+    """Return how a run goes on by itself after a loss of all workers; see `recovery.load_state`."""
+    return "exact if possible" if settings.checkpoint.on_total_loss == "exact" else "resume"
+
+
 @contextmanager
 def begun_here(settings: JobSettings) -> Iterator[None]:
     """Open a run that has begun: if it is not there, this node's folder is not the one that it began in.

@@ -5,19 +5,17 @@ Nothing here raises over what is wrong: problems are returned, all of them.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from everstep.core.errors import ChainError, CorruptObject, ObjectMissing
-from everstep.storage import events, manifests
+from everstep.storage import events, manifests, pins
 from everstep.storage.chain import Chain
 from everstep.storage.keys import CompressorKey, DataKey, EventKey, ManifestKey, PinKey, SegmentKey, inside
 from everstep.storage.listing import Listing
 from everstep.storage.manifest import Manifest
-from everstep.storage.pins import Pin
 from everstep.storage.plan import counting
 from everstep.storage.store import Store
 from everstep.storage.stretches import KeptShard, declared
@@ -144,26 +142,16 @@ def notes(chain: Chain, listing: Listing) -> list[Problem]:
             continue
         where = f"{chain.run}/{key.path}"
         try:
-            data = chain.store.get(where)
+            data = bytes(chain.store.get(where))
             if isinstance(key, EventKey):
-                events.decode(data, where=where)
+                events.decode(data, name=key.name, where=where)
             else:
-                _pin(data, where)
+                pins.decode(data, where=where)
         except ObjectMissing:
             continue  # a restore that has ended
         except CorruptObject as error:
             found.append(Problem(where, error.message, error.hint))
     return found
-
-
-def _pin(data: bytes | bytearray, where: str) -> None:
-    try:
-        Pin(**json.loads(data))
-    except (ValueError, TypeError) as error:
-        raise CorruptObject(
-            f"pin {where} is damaged: expected JSON with the objects it holds ({error!r})",
-            hint="nothing is collected while nobody knows what it holds; if no fork uses it, remove it",
-        ) from error
 
 
 def named(manifest: Manifest, listing: Listing, proved: Mapping[DataKey, Proved]) -> list[Problem]:

@@ -175,7 +175,7 @@ class EncryptedStore:
         """Create the object; see `Store.put`. Equal content gives other stored bytes each time."""
         self.inner.put(key, data if _is_plain(key) else seal(self.key, key, data), pace=pace)
 
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes | bytearray:
+    def get(self, key: str, start: int = 0, length: int | None = None) -> Buffer:
         """Return bytes of the object; see `Store.get`.
 
         A part of a sealed object costs as much as the whole: all of it is fetched, verified and decrypted first.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-import google_crc32c
-
 from everstep.core.errors import CorruptObject
 from everstep.core.ids import new_id
+from everstep.storage import checked
 from everstep.storage.keys import EVENTS, EventKey, parse
 from everstep.storage.manifests import create_object
 from everstep.storage.store import Store
@@ -20,9 +18,8 @@ def add(store: Store, run: str, name: str, body: Mapping[str, Any]) -> bool:
 
     The write id makes two callers with equal bodies different, and one caller whose answer was lost the same.
     """
-    stored = {"write_id": new_id(), "body": dict(body)}
-    data = json.dumps(stored | {"crc32c": _checksum(stored)}).encode()
-    return create_object(store, f"{run}/{EventKey(name).path}", data)
+    stored = {"write_id": new_id(), "name": name, "body": dict(body)}
+    return create_object(store, f"{run}/{EventKey(name).path}", checked.dump(stored))
 
 
 def read_all(store: Store, run: str, prefix: str = "") -> dict[str, dict[str, Any]]:
@@ -36,31 +33,24 @@ def read_all(store: Store, run: str, prefix: str = "") -> dict[str, dict[str, An
         key = parse(info.key.removeprefix(f"{run}/"))
         if not isinstance(key, EventKey):
             continue
-        found[key.name] = decode(store.get(info.key), where=info.key)
+        found[key.name] = decode(bytes(store.get(info.key)), name=key.name, where=info.key)
     return found
 
 
-def decode(data: bytes | bytearray, *, where: str) -> dict[str, Any]:
-    """Return the body of what `add` stored; `where` is its name, for messages.
+def decode(data: bytes | bytearray, *, name: str, where: str) -> dict[str, Any]:
+    """Return the body of the event `name` that `add` stored; `where` is the object's name, for messages.
 
     Raises:
-        CorruptObject: it is not that, or its checksum is wrong. (Events of the first runs carry none.)
+        CorruptObject: it is not that. (Events of the first runs carry neither checksum nor name.)
     """
     try:
-        stored = json.loads(data)
-        stated = stored.pop("crc32c", None)
+        stored = checked.load(data, optional=True)
         body = dict(stored["body"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _corrupt(where, f"expected JSON with a body ({error!r})") from error
-    if stated is not None and stated != _checksum(stored):
-        raise _corrupt(where, f"its content has checksum {_checksum(stored)}, but it says {stated!r}")
+        if stored.get("name", name) != name:
+            raise ValueError(f"it is the event {stored['name']!r}")
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptObject(
+            f"event {where} is damaged: expected JSON with a body ({error})",
+            hint="put it back from a copy, or remove this object",
+        ) from error
     return body
-
-
-def _checksum(stored: Mapping[str, Any]) -> str:
-    """CRC32C over the sorted compact form, as in manifests."""
-    return f"{google_crc32c.value(json.dumps(stored, sort_keys=True, separators=(',', ':')).encode()):08x}"
-
-
-def _corrupt(where: str, what: str) -> CorruptObject:
-    return CorruptObject(f"event {where} is damaged: {what}", hint="put it back from a copy, or remove this object")

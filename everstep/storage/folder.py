@@ -11,6 +11,8 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from everstep.core import clock
 from everstep.core.errors import ObjectExists, ObjectMissing, StoreError, StoreFull
 from everstep.core.ids import new_id
@@ -18,6 +20,7 @@ from everstep.storage.store import Buffer, ObjectInfo, Pace, check_key
 
 TEMPORARY = ".tmp"
 PACED_WRITE = 1 << 20
+LARGE_READ = 1 << 20
 STEPS = ("created", "written", "synced", "linked", "unlinked", "folder_synced")
 
 
@@ -57,7 +60,7 @@ class FolderStore:
         except OSError as error:
             raise self._failure("write", key, error) from error
 
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+    def get(self, key: str, start: int = 0, length: int | None = None) -> Buffer:
         """Return bytes of the object; see `Store.get`."""
         try:
             with open(self._file(check_key(key)), "rb", buffering=0) as file:
@@ -217,14 +220,19 @@ def _write_all(handle: int, data: memoryview) -> None:
         data = data[os.write(handle, data) :]
 
 
-def _read(handle: int, remaining: int, length: int | None) -> bytes:
-    """Read up to `length` bytes; one read call unless the system returns less."""
+def _read(handle: int, remaining: int, length: int | None) -> Buffer:
+    """Read up to `length` bytes into memory of their own, which is writable where they are many."""
     wanted = max(0, remaining if length is None else min(length, remaining))
-    parts = []
-    while wanted and (part := os.read(handle, wanted)):
-        parts.append(part)
-        wanted -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    if wanted < LARGE_READ:
+        parts = []
+        while wanted and (part := os.read(handle, wanted)):
+            parts.append(part)
+            wanted -= len(part)
+        return b"".join(parts)
+    view, done = np.empty(wanted, np.uint8).data, 0  # neither zeroed first nor copied after
+    while done < wanted and (count := os.readv(handle, [view[done:]])):
+        done += count
+    return view[:done]
 
 
 def _remove(path: str) -> None:

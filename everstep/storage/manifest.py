@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-import google_crc32c
-
 from everstep.core.errors import CorruptObject, FormatTooNew
+from everstep.storage import checked
 from everstep.storage.keys import BaseKey, SegmentKey
 
 FORMAT = 2  # 2 names bases, what is kept and what is dropped; 1 is read as if it named nothing
@@ -151,7 +150,7 @@ class Manifest:
         body = dict(vars(self))
         body |= {name: [vars(item) for item in body[name]] for name in _LISTS}
         body["origin"] = None if self.origin is None else vars(self.origin)
-        return (json.dumps(body | {"crc32c": _checksum(body)}, indent=2) + "\n").encode()
+        return checked.dump(body, indent=2) + b"\n"
 
     @classmethod
     def from_json(cls, data: bytes | bytearray, *, where: str = "manifest") -> Manifest:
@@ -162,13 +161,9 @@ class Manifest:
             FormatTooNew: intact, but written by a later everstep.
         """
         try:
-            body = json.loads(data)
-            stated = body.pop("crc32c")
-            found = _checksum(body)
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise _corrupt(where, f"expected JSON with a checksum, got {len(data)} bytes ({error!r})") from error
-        if stated != found:
-            raise _corrupt(where, f"its content has checksum {found}, but it says {stated!r}")
+            body = checked.load(data)
+        except ValueError as error:
+            raise _corrupt(where, f"expected JSON with a checksum, got {len(data)} bytes ({error})") from error
         if not isinstance(body.get("format"), int) or body["format"] > FORMAT:
             raise FormatTooNew(
                 f"{where} has format {body.get('format')!r}; this everstep reads up to {FORMAT}",
@@ -194,11 +189,6 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: a value that JSON cannot hold.
     """
     return cast(dict[str, Any], json.loads(json.dumps(dict(settings))))
-
-
-def _checksum(body: Mapping[str, Any]) -> str:
-    """CRC32C over the sorted compact form, so that it does not depend on the layout of the text."""
-    return f"{google_crc32c.value(json.dumps(body, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
 def _corrupt(where: str, what: str) -> CorruptObject:

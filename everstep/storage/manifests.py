@@ -69,7 +69,7 @@ def latest(store: Store, run: str) -> Manifest | None:
 def read(store: Store, run: str, version: int) -> Manifest:
     """Read one manifest. Raises CorruptObject if it is damaged or belongs to another run or version."""
     where = f"{run}/{ManifestKey(version).path}"
-    manifest = Manifest.from_json(store.get(where), where=where)
+    manifest = Manifest.from_json(bytes(store.get(where)), where=where)
     if (manifest.run, manifest.version) != (run, version):
         raise CorruptObject(
             f"{where} does not fit its name: expected run {run!r} version {version}, "

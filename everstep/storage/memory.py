@@ -30,7 +30,7 @@ class MemoryStore:
                 raise ObjectExists(f"{self.url}: object {key} exists already", hint="read it, or use another name")
             self._objects[key] = (copy, clock.wall())
 
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+    def get(self, key: str, start: int = 0, length: int | None = None) -> Buffer:
         """Return bytes of the object; see `Store.get`."""
         with self._lock:
             found = self._objects.get(key)

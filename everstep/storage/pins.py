@@ -10,14 +10,13 @@ finds the fork to have let go does so later, and it lists pins once more after t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from everstep.core import clock
 from everstep.core.errors import CorruptObject, ObjectMissing, StepNotKept
 from everstep.core.ids import new_id
-from everstep.storage import manifests
+from everstep.storage import checked, manifests
 from everstep.storage.chain import Chain
 from everstep.storage.keys import PINS, DataKey, PinKey, parse
 from everstep.storage.listing import Listing
@@ -60,7 +59,7 @@ def pin(chain: Chain, keys: Iterable[DataKey], *, child: str = "") -> list[Pin]:
         paths = tuple(sorted(key.path for key in wanted if (key.run or chain.run) == run))
         name = f"{'fork' if child else 'restore'}-{new_id()}"
         made = Pin(run, name, paths, child, None if child else now + RESTORE_S, now)
-        manifests.create_object(chain.store, made.name, json.dumps(asdict(made)).encode())
+        manifests.create_object(chain.store, made.name, checked.dump(asdict(made)))
         pins.append(made)
     return pins
 
@@ -102,15 +101,28 @@ def read_pins(store: Store, run: str) -> list[Pin]:
         if not isinstance(parse(info.key.removeprefix(f"{run}/")), PinKey):
             continue
         try:
-            body = json.loads(store.get(info.key))
-            found.append(Pin(**body | {"objects": tuple(body["objects"])}))
+            found.append(decode(bytes(store.get(info.key)), where=info.key))
         except ObjectMissing:  # removed since
             continue
-        except (ValueError, TypeError, KeyError) as error:
-            raise CorruptObject(
-                f"pin {info.key} is damaged: expected JSON with the objects it holds ({error!r})",
-                hint="nothing is collected while nobody knows what it holds; if no fork uses it, remove it",
-            ) from error
+    return found
+
+
+def decode(data: bytes | bytearray, *, where: str) -> Pin:
+    """Return the pin that was stored as the object `where`.
+
+    Raises:
+        CorruptObject: it is damaged, or another pin.
+    """
+    try:
+        body = checked.load(data)
+        found = Pin(**body | {"objects": tuple(body["objects"])})
+        if found.name != where:
+            raise ValueError(f"it is the pin {found.name}")
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptObject(
+            f"pin {where} is damaged: expected JSON with the objects it holds ({error})",
+            hint="nothing is collected while nobody knows what it holds; if no fork uses it, remove it",
+        ) from error
     return found
 
 

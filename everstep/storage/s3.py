@@ -96,7 +96,7 @@ class S3Store:
                 )
         self.trace("linked", key)
 
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes | bytearray:
+    def get(self, key: str, start: int = 0, length: int | None = None) -> Buffer:
         """Return bytes of the object; see `Store.get`."""
         name = self._name(key)
         ask = FIRST_READ if length is None else max(1, min(length, FIRST_READ))  # one byte, to learn if it exists

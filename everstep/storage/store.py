@@ -55,7 +55,7 @@ class Store(Protocol):
             StoreError: anything else the store could not do; if it did not answer, the object may yet appear.
         """
 
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes | bytearray:
+    def get(self, key: str, start: int = 0, length: int | None = None) -> Buffer:
         """Return `length` bytes from `start` (fewer at the end of the object; None = to the end).
 
         Raises:

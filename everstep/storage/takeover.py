@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from everstep.storage.listing import Listing
 from everstep.storage.manifest import Base, Kept, Manifest, Span
-from everstep.storage.plan import plan_restore, reachable
+from everstep.storage.plan import counting, plan_restore, reachable
 
 Cut = Literal["common", "each"]
 
@@ -46,10 +46,12 @@ def cut_changes(manifest: Manifest, listing: Listing, cut: Cut, clip: Mapping[in
     """Return what a takeover that keeps the lsns up to `clip` changes in the structure that the claim names."""
     lineage = _cut_lineage(manifest, listing, clip)
     end = min(clip.values(), default=0)
+    based = {shard: [base.lsn for base in counting(manifest, listing, shard)[0]] for shard in clip}
+    low = min((max((lsn for lsn in based[s] if lsn <= last), default=0) for s, last in clip.items()), default=0)
     return {
         "lineage": lineage,
         "bases": tuple(base for base in manifest.bases if holds(lineage, base)),
-        "kept": _cut_kept(manifest.kept, end),
+        "kept": _cut_kept(manifest.kept, low),
         # With "each" the workers go on from where they are, so everything that was written stays history.
         "compressor": tuple(s for s in manifest.compressor if cut == "each" or s.lsn <= end),
         "closing": None,
@@ -76,7 +78,12 @@ def _cut_lineage(manifest: Manifest, listing: Listing, clip: Mapping[int, int]) 
     return tuple(sorted(kept, key=lambda span: (span.shard, span.first, span.generation)))
 
 
-def _cut_kept(kept: tuple[Kept, ...], end: int) -> tuple[Kept, ...]:
-    """The range that the history now ends in goes on from there; later ones are gone."""
-    before = [part for part in kept if part.first <= end + 1]
-    return (*before[:-1], Kept(before[-1].first, None)) if before else (Kept(1, None),)
+def _cut_kept(kept: tuple[Kept, ...], low: int) -> tuple[Kept, ...]:
+    """Return what is kept of a history whose end is restored from bases at `low` or later; what begins later is gone.
+
+    The range of that base goes on from there. There is none if the end had been given up and only not been deleted yet.
+    """
+    before = [part for part in kept if part.first <= low + 1]
+    if before and (before[-1].last is None or before[-1].last >= low):
+        return (*before[:-1], Kept(before[-1].first, None))
+    return (*before, Kept(low + 1, None))

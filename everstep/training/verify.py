@@ -153,7 +153,7 @@ def _gaps(chain: Chain, listing: Listing) -> list[dict[str, Any]]:
         if isinstance(key, EventKey) and key.name.startswith("gap-"):
             where = f"{chain.run}/{key.path}"
             try:
-                found.append(decode(chain.store.get(where), where=where))
+                found.append(decode(bytes(chain.store.get(where)), name=key.name, where=where))
             except ChainError:
                 continue  # named already
     return found

@@ -98,7 +98,7 @@ def test_chain_ls_and_verify(references: References) -> None:
     assert held["bytes_logged"] == done.summary["bytes_logged"] > 0
     assert held["bytes_bases"] == done.summary["bytes_bases"] > 0
     assert held["compressor_snapshots"] == [15, 30, 45, 60]
-    assert {0, 25, 50} <= set(held["bases"])
+    assert {0, 25} <= set(held["bases"]) and len(held["rounds"]) >= 2  # each shard has its own turn
     assert held["strays"] == []
     assert replay["digest"] == replay["live_digest"] == done.digest
     assert (replay["step"], replay["replayed_steps"], replay["equal"]) == (STEPS, STEPS, True)

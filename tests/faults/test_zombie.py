@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.core.errors import ChainError, Fenced, StoreError
+from everstep.core.errors import Fenced, StoreError
 from everstep.storage.chain import Chain
 from everstep.storage.folder import STEPS, FolderStore
 from everstep.storage.keys import BaseKey, DataKey, SegmentKey
@@ -185,9 +185,6 @@ def test_a_writer_that_nobody_fenced_ends_as_it_should(tmp_path: Path) -> None:
     assert set(zombie.acknowledged()) == set(range(1, LAST + 1))
 
 
-@pytest.mark.xfail(
-    reason="FolderStore._link removes a name that others may have counted on", raises=(ChainError, AssertionError)
-)
 @pytest.mark.parametrize("kind", ["segment", "manifest"])
 def test_a_put_that_fails_after_its_name_appeared_takes_nothing_back(tmp_path: Path, kind: str) -> None:
     """The fsync of the folder fails, and between the link and that a takeover has listed the run."""

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from everstep.core.errors import ChainError, ObjectMissing, StepNotKept
+from everstep.core.errors import StepNotKept
 from everstep.storage.chain import Chain
-from everstep.storage.keys import CompressorKey, DataKey, ManifestKey
-from everstep.storage.listing import Listing
+from everstep.storage.keys import CompressorKey, DataKey
 from everstep.storage.manifest import Base, Manifest
 from everstep.storage.plan import RestorePlan, plan_restore, reachable
 from everstep.storage.retention import Retention
@@ -212,6 +211,3 @@ class Ids:
     @property
     def hex(self) -> str:
         return f"{next(self._count):012x}"
-
-
-__all__ = ["SHARDS", "ChainError", "Ids", "Listing", "ManifestKey", "ObjectMissing", "Observed", "RunModel", "Zombie"]

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from everstep.core.errors import CorruptObject, FormatTooNew
+from everstep.storage import checked
 from everstep.storage.manifest import FORMAT, CompressorSnapshot, Manifest, Span
 
 MANIFEST = Manifest(
@@ -60,9 +61,6 @@ def test_a_later_format() -> None:
 
 
 def test_missing_fields() -> None:
-    from everstep.storage import manifest
-
-    body = {"format": FORMAT, "lineage": [], "compressor": []}
-    data = json.dumps(body | {"crc32c": manifest._checksum(body)}).encode()
+    data = checked.dump({"format": FORMAT, "lineage": [], "compressor": []})
     with pytest.raises(CorruptObject, match="fields"):
         Manifest.from_json(data)

@@ -195,8 +195,11 @@ def test_named_bases_beyond_the_cut_are_dropped() -> None:
         (20, (Kept(5, 9), Kept(21, None))),
         (9, (Kept(5, None),)),
         (6, (Kept(5, None),)),
+        (15, (Kept(5, 9), Kept(16, None))),  # it had been given up already
+        (3, (Kept(4, None),)),
     ],
 )
 def test_the_history_goes_on_in_the_range_that_it_is_cut_in(end: int, expected: tuple[Kept, ...]) -> None:
     before = replace(manifest(), kept=(Kept(5, 9), Kept(21, None)))
-    assert cut_changes(before, listing(), "common", {0: end, 1: end})["kept"] == expected
+    found = listing(base(0, end), base(1, end), base(0, 40))
+    assert cut_changes(before, found, "common", {0: end, 1: end})["kept"] == expected
