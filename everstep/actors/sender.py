@@ -1,8 +1,9 @@
 """Hands finished steps to the checkpoint actors from a thread of its own, so that training does not wait for them.
 
-Every record of an owned shard is kept, packed, until it is durable; the last window + 1 steps are kept whole, all
-shards of them, for the shards of a worker that dies. Queues are bounded in bytes and steps, waits in time. A
-checkpoint actor that is away only makes the queue longer, until another takes its place.
+Every record of an owned shard is kept, packed, until it is durable. Steps are kept whole, all shards of them, for the
+shards of a worker that dies: the last window + 1, and older ones, if sparse, until they are durable or there is no
+room. Queues are bounded in bytes and steps, waits in time. A checkpoint actor that is away only makes the queue longer,
+until another takes its place.
 """
 
 from __future__ import annotations
@@ -61,11 +62,13 @@ class Sender:
     ) -> None:  # fmt: skip
         self.layout, self.window, self.queue_bytes, self._at = layout, window, queue_bytes, at
         self.actor_of = {shard: index for index, owned in enumerate(shards) for shard in owned}
-        self.recent: deque[StepResult] = deque(maxlen=window + 1)
+        self.recent: deque[StepResult] = deque()
         self.received = dict.fromkeys(self.actor_of, 0)
         self.stalled = 0.0
         self.cpu = 0.0
         self._kept = _Kept()
+        self._recent_bytes = 0
+        self._released: dict[int, int] = {}
         self._owned: tuple[int, ...] = ()
         self._epoch = 0
         self._actors: list[Any] = []
@@ -89,7 +92,7 @@ class Sender:
             return
         started = clock.monotonic()
         with self._room:
-            self.recent.append(result)
+            self._remember(result)
             self._waiting += 1
             room = self._room.wait_for(
                 lambda: self._waiting <= self.window and self._kept.bytes <= self.queue_bytes, PATIENCE_S
@@ -105,6 +108,20 @@ class Sender:
         if self._failure is not None:  # of an earlier step; this one is finished and goes into the log all the same
             failure, self._failure = self._failure, None
             raise failure
+
+    def _remember(self, result: StepResult) -> None:
+        """Keep a step whole; forget those that are durable or too much, but for the last window + 1.
+
+        A dense delta lies in a buffer that the exchange uses again after that; without a residual, what is lost with
+        its holders is bridged by a base, and no bit changes.
+        """
+        self.recent.append(result)
+        self._recent_bytes += _size(result)
+        durable = min(self._released.values(), default=-1)
+        while len(self.recent) > self.window + 1 and (
+            _dense(self.recent[0]) or self.recent[0].lsn <= durable or self._recent_bytes > self.queue_bytes
+        ):
+            self._recent_bytes -= _size(self.recent.popleft())
 
     def offer_residual(self, lsn: int, number: int, data: pa.Buffer) -> None:
         """Take this worker's slice of a compressor snapshot; `data` must not change any more."""
@@ -192,6 +209,7 @@ class Sender:
 
     def _acknowledge(self, ack: Ack) -> None:
         self.received.update(ack.received)
+        self._released.update(ack.released)
         with self._room:
             self._kept.drop(ack.released)
             self._room.notify_all()
@@ -229,3 +247,12 @@ class Sender:
             self._acknowledge(ack)
             latest.update(ack.received)
         return latest
+
+
+def _dense(result: StepResult) -> bool:
+    return result.delta is not None and result.delta.indices is None
+
+
+def _size(result: StepResult) -> int:
+    delta = result.delta
+    return 0 if delta is None else delta.values.nbytes + (0 if delta.indices is None else delta.indices.nbytes)

@@ -10,12 +10,12 @@ import pytest
 
 from everstep.core.errors import ChainError, Fenced, ObjectMissing, StepNotKept, UnknownName
 from everstep.storage.chain import Chain
-from everstep.storage.collect import collect, delete_run, held
+from everstep.storage.collect import collect, delete_run, held, unpin
 from everstep.storage.fork import fork
 from everstep.storage.keys import SegmentKey
 from everstep.storage.manifest import CompressorSnapshot
-from everstep.storage.pins import RESTORE_S, pin
-from everstep.storage.plan import plan_restore
+from everstep.storage.pins import RESTORE_S, Pin, confirm, pin
+from everstep.storage.plan import RestorePlan, plan_restore
 from everstep.storage.retention import Retention
 from tests.unit.storage.chain_model import SHARDS, Observed, RunModel, Zombie, keys_of, restored, rows
 from tests.unit.storage.crash_points import Died, Process
@@ -47,6 +47,7 @@ class Operations:
         self.models: dict[str, RunModel] = {}
         self.takers: list[tuple[bool, int | None]] = []
         self.touched: set[str] = set()
+        self.restores: list[tuple[Chain, RestorePlan, list[Pin], list[list[int]], float]] = []  # under way
         self.next_token, self.depth, self.moved = 0, 0, 0.0
 
     def _process(self, arm: Arm = None) -> Process:
@@ -168,7 +169,7 @@ class Operations:
 
     def takeover(self, model: RunModel, a: int, b: int, arm: Arm) -> None:
         cut = "each" if a % 3 == 0 else "common"
-        at = model.end() - b % 6 if a % 6 == 1 else None
+        at = model.end() - b if a % 6 == 1 else None
         process = self._process(arm)
         may_fail = at is not None and (at < 0 or at in model.dead)
         generation = self.store.manifests[model.name].generation
@@ -251,7 +252,7 @@ class Operations:
         if sum(not other.deleted for other in self.models.values()) >= RUNS or self.depth > 1:
             return
         name = f"f{len(self.models)}_{self.store.manifests[model.name].version}_{self.moved:g}_{self.depth}"
-        step, tokens, dead = max(model.end() - a % 5, 0), [list(tokens) for tokens in model.tokens], set(model.dead)
+        step, tokens, dead = self._step(model, a, b), [list(tokens) for tokens in model.tokens], set(model.dead)
         if name in self._present() or name in self.models:
             return
         claimed = self.store.manifests[model.name].state == "claim"
@@ -275,7 +276,7 @@ class Operations:
 
     def hold(self, model: RunModel, a: int, b: int, arm: Arm) -> None:
         """A restore that holds what it reads: it succeeds whatever others do meanwhile."""
-        step, tokens = max(model.end() - a % 7, 0), [list(tokens) for tokens in model.tokens]
+        step, tokens = self._step(model, a, b), [list(tokens) for tokens in model.tokens]
         process, began = self._process(arm), self.moved
         try:
             reader = Chain.open(process, model.name)
@@ -296,9 +297,29 @@ class Operations:
         except ObjectMissing:
             assert self.moved - began >= RESTORE_S
 
+    def begin(self, model: RunModel, a: int, b: int, arm: Arm) -> None:
+        """A restore that takes longer than some other operations."""
+        step = self._step(model, a, b)
+        reader = Chain.open(self._process(), model.name)
+        try:
+            plan = plan_restore(reader.manifest, reader.listing(), target=step)
+        except StepNotKept:
+            assert step in model.dead
+            return
+        pins = pin(reader, keys_of(plan))
+        confirm(reader, pins)
+        self.restores.append((reader, plan, pins, [tokens[:step] for tokens in model.tokens], self.moved))
+
+    def finish(self, model: RunModel, a: int, b: int, arm: Arm) -> None:
+        if self.restores:
+            reader, plan, pins, tokens, began = self.restores.pop(a % len(self.restores))
+            if self.moved - began < RESTORE_S:
+                assert restored(reader, plan) == tokens
+            unpin(self.store, pins)
+
     def read(self, model: RunModel, a: int, b: int, arm: Arm) -> None:
         """A restore that holds nothing: it may find that an object is gone, but nothing wrong."""
-        step, tokens = max(model.end() - a % 7, 0), [list(tokens) for tokens in model.tokens]
+        step, tokens = self._step(model, a, b), [list(tokens) for tokens in model.tokens]
         process = self._process(arm)
         try:
             reader = Chain.open(process, model.name)
@@ -329,6 +350,10 @@ class Operations:
 
     def clock(self, model: RunModel, a: int, b: int, arm: Arm) -> None:
         self.moved += MOVES[a % len(MOVES)]
+
+    def _step(self, model: RunModel, a: int, b: int) -> int:
+        """A step of the run, the last ones more often than others."""
+        return max(model.end() - a * (b % 4), 0)
 
     def _tokens(self, count: int) -> list[int]:
         self.next_token += count

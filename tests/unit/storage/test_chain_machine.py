@@ -33,7 +33,7 @@ from tests.unit.storage.crash_points import POINTS, Point
 small = st.integers(0, 11)
 OPERATIONS = (
     "commit", "commit", "commit", "merge", "round", "round", "snapshot", "takeover", "zombie", "gc", "gc", "fork",
-    "hold", "read", "delete", "clock", "gap", "restore",
+    "hold", "begin", "finish", "read", "delete", "clock", "gap", "restore",
 )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ class ChainMachine(Operations, RuleBasedStateMachine):
         if not several:
             return
         model = several[run % len(several)]
-        if name not in ("clock", "hold", "read", "restore"):
+        if name not in ("clock", "hold", "begin", "finish", "read", "restore"):
             self.touched.add(model.name)
         writes = name in ("commit", "merge", "round", "snapshot", "gap")
         if writes and (model.writer is None or model.busy):
@@ -146,6 +146,8 @@ class ChainMachine(Operations, RuleBasedStateMachine):
                 model.check(self.store)
                 model.check_all(self.store)
                 model.check_step(self.store, model.end())
+        while self.restores:
+            self.finish(model, 0, 0, None)
         self.moved += 2 * RESTORE_S
         for model in list(self.models.values()):
             if not model.deleted:
