@@ -134,7 +134,8 @@ def measure(log: Log, case: str, step_s: float, seconds: float, max_lag_s: float
         "idle_windows": sum(rate == 0 for rate in rates), "windows": len(rates),
         "lag_steps_p50": at(behind, 0.5), "lag_steps_p99": at(behind, 0.99),
         "lag_s_p50": round(at(late, 0.5), 2), "lag_s_p99": round(at(late, 0.99), 2), "lag_s_max": round(late[-1], 2),
-        "max_lag_s": max_lag_s, "cpu_share": round((last.user + last.system - cpu.user - cpu.system) / (ended - settled_at), 2),
+        "max_lag_s": max_lag_s,
+        "cpu_share": round((last.user + last.system - cpu.user - cpu.system) / (ended - settled_at), 2),
     }  # fmt: skip
 
 
