@@ -2,6 +2,7 @@
 
 usage: python benchmarks/store.py [--repeats 5] [--shards 4] [--steps 0,10,50] [--dense-steps 0,10]
            [--segment-steps 10] [--base-interval 50] [--step-seconds S] [--batch 4x128] [--folder FOLDER]
+           [--live-seconds 120] [--live-step-seconds 1] [--live-base-interval 30] [--max-lag 5] [--s3 s3://bucket/prefix]
            [--layers 12] [--width 768] [--heads 12] [--vocabulary 50257] [--context 1024]
 
 Shapes of GPT-2 small with AdamW (`gpt2_shapes.py`), one process, the chain driven as a checkpoint actor drives it.
@@ -15,6 +16,7 @@ A smaller run: python benchmarks/store.py --layers 2 --width 128 --heads 4 --voc
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -26,12 +28,15 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import live_log
 import torch
 import torch.distributed.checkpoint as dcp
 from gpt2_log import CASES, Log, Plan, restored, timed
 from gpt2_shapes import Gpt2
 
+from everstep.core.ids import new_id
 from everstep.storage.folder import FolderStore
+from everstep.storage.store import open_store
 
 SIZES = {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50257, "context": 1024}
 
@@ -207,22 +212,15 @@ def restore_rows(case: str, steps: list[int], times: Mapping[str, list[float]]) 
         )
 
 
-def background_write_rate(options: argparse.Namespace, folder: str) -> dict[str, Any] | None:
-    """(c) How steady the trickle of bases is: bytes put a second, in windows of a second over a few base intervals.
-
-    Returns:
-        A row of median, lowest and highest rate over the rate that an even trickle would have; None: not measured yet.
-    """
-    return None
-
-
-def durable_lag(options: argparse.Namespace, url: str) -> dict[str, Any] | None:
-    """(d) How far durable lies behind received, in steps and seconds (p50, p99), on the store at `url`.
-
-    Returns:
-        A row; None: not measured yet.
-    """
-    return None
+def live(options: argparse.Namespace, folder: str) -> Iterator[dict[str, Any]]:
+    """A log that is written while steps come, on the folder and on S3: evenness of the base writes, durable lag."""
+    sizes = {name: getattr(options, name) for name in SIZES}
+    plan = Plan(sizes, options.shards, options.live_segment_steps, options.live_base_interval)
+    urls = {"folder": f"file:{folder}/live"} | ({"S3": f"{options.s3}/{new_id()}"} if options.s3 else {})
+    for case, url in urls.items():
+        log = Log(plan, open_store(url), "topk 1 %")
+        yield show(**live_log.measure(log, case, options.live_step_seconds, options.live_seconds, options.max_lag))
+        log.forget()
 
 
 def table(rows: list[dict[str, Any]], times: Mapping[str, list[float]]) -> None:
@@ -250,6 +248,16 @@ def table(rows: list[dict[str, Any]], times: Mapping[str, list[float]]) -> None:
         print(f"{name:12}" + f"{between(spread(times[name])):>40} s")
 
 
+def live_table(rows: list[dict[str, Any]]) -> None:
+    heads = ("base MB/s", "max/mean", "lag steps", "lag s", "max_lag_s", "CPU")
+    print("\n" + f"{'live':12}" + "".join(f"{head:>16}" for head in heads) + "   (lag: p50 / p99)")
+    for row in rows:
+        cells = [f"{row['base_rate_mean'] / 1e6:.1f}", f"{row['max_over_mean']:.2f}"]
+        cells += [f"{row['lag_steps_p50']} / {row['lag_steps_p99']}", f"{row['lag_s_p50']} / {row['lag_s_p99']}"]
+        cells += [f"{row['max_lag_s']:g}", f"{row['cpu_share']:.2f}"]
+        print(f"{row['case']:12}" + "".join(f"{cell:>16}" for cell in cells))
+
+
 def between(values: list[float], digits: int = 2) -> str:
     return "{:.{d}f} ({:.{d}f}-{:.{d}f})".format(*values, d=digits)
 
@@ -264,6 +272,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dense-steps", default=[0, 10], help="of the dense log: 4 bytes a parameter each", **steps)
     parser.add_argument("--batch", default=(4, 128), type=lambda text: tuple(map(int, text.split("x"))))
     parser.add_argument("--step-seconds", type=float, help="for what an hour holds; default: the measured step")
+    for name, value in {"live-seconds": 120.0, "live-step-seconds": 1.0, "max-lag": 5.0}.items():
+        parser.add_argument(f"--{name}", type=float, default=value)
+    parser.add_argument("--live-base-interval", type=int, default=30)
+    parser.add_argument("--live-segment-steps", type=int, default=16)
+    parser.add_argument("--s3", help="s3://bucket/prefix to measure the live log on as well; see README, Stores")
     parser.add_argument("--folder", help="where to put everything; default: the system's temporary folder")
     return parser.parse_args()
 
@@ -291,9 +304,10 @@ def run(options: argparse.Namespace, folder: str, training: PlainTraining) -> No
     show("step", "plain torch", batch=options.batch, seconds=spread(times["step"]))
     for case, (_, steps) in logs.items():
         rows += restore_rows(case, steps, times)
-    for extra in (background_write_rate(options, folder), durable_lag(options, f"file:{folder}/lag")):
-        rows += [extra] if extra else []
     table(rows, times)
+    del logs
+    gc.collect()
+    live_table(list(live(options, folder)))
 
 
 def main() -> None:

@@ -86,7 +86,7 @@ class ShardState:
         if delta.indices is None and spared:
             return values
         if self._flat is None:
-            self._flat = torch.from_numpy(np.empty(self.slots[-1].stop - self.slots[0].start, np.float32))
+            self._flat = torch.empty(self.slots[-1].stop - self.slots[0].start)
         if delta.indices is None:
             self._flat.copy_(values)
             self._written = None
