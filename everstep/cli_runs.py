@@ -8,7 +8,10 @@ import click
 
 from everstep import console
 from everstep.cli_shared import json_option, located, run_argument, store_at, store_option, store_url
+from everstep.core import clock
 from everstep.core.errors import UserError
+
+FENCED_S = 60.0  # after which a writer that was fenced has found out
 
 
 @click.group()
@@ -41,16 +44,19 @@ def rm(run: str, store: str, force: bool, as_json: bool) -> dict[str, Any]:
     """Delete RUN, all but what forks of it use."""
     from everstep.storage.chain import Chain
     from everstep.storage.collect import delete_run
-    from everstep.storage.runs import forks_of
+    from everstep.storage.runs import forks_of, never_begun
 
     url, name = located(run, store)
     log = Chain.open(store_at(url), name, deleted_too=True)
-    if log.manifest.state not in ("closed", "deleted") and not force:
+    state, told = log.manifest.state, clock.wall() - log.manifest.created > FENCED_S
+    ended = state in ("closed", "stopped") or (state == "deleted" and told) or never_begun(log)
+    if not ended and state != "deleted" and not force:
         raise UserError(
-            f"run {name} has not ended (state {log.manifest.state!r}, generation {log.manifest.generation})",
-            hint=f"end it first, or: everstep runs rm {name} --store {url} --force",
+            f"run {name} has neither ended nor been stopped (state {state!r}, generation {log.manifest.generation}): "
+            "it is running, or everything that ran it is gone",
+            hint=f"stop it, or if it runs no more: everstep runs rm {name} --store {url} --force",
         )
-    done = delete_run(log)
+    done = delete_run(log, ended=ended)
     forks = forks_of(log)
     facts = {
         "run": name,
@@ -64,5 +70,12 @@ def rm(run: str, store: str, force: bool, as_json: bool) -> dict[str, Any]:
         console.table(facts, f"deleted {name}")
         if forks:
             names = ", ".join(str(fork["run"]) for fork in forks)
-            console.note(f"what {names} uses stays; to remove it, delete the forks, then: everstep runs rm {name}")
+            console.note(
+                f"what is used by {names} stays; to remove it, delete the forks, and after a minute: "
+                f"everstep runs rm {name} --store {url}"
+            )
+        elif not ended:
+            console.note(
+                f"whatever still writes it is stopped; a minute from now: everstep runs rm {name} --store {url}"
+            )
     return facts

@@ -106,7 +106,9 @@ class CheckpointActor:
             self.writer.take_residual(lsn, number, data)
 
     def begin_epoch(self, group_epoch: int, keep: int | None = None) -> Ack:
-        """Refuse older group epochs; drop provisional records above `keep`."""
+        """Refuse older group epochs; drop provisional records above `keep`. Raises as `ready`."""
+        if not self._opened:
+            self.ready()
         return self._ack(refused=not self.replica.begin_epoch(group_epoch, keep))
 
     @control

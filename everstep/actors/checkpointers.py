@@ -119,10 +119,10 @@ class Checkpointers:
             for index, status in enumerate(self.status)
         )  # fmt: skip
 
-    def lowest(self, what: str) -> int:
-        """Return the lowest lsn over all shards of "received" or "durable", as last heard."""
+    def lowest(self, what: str) -> int | None:
+        """Return the lowest lsn over all shards of "received" or "durable", as last heard; None: not heard yet."""
         values = [lsn for status in self.status for lsn in status.get(what, {}).values()]
-        return min(values, default=0)
+        return min(values, default=None)
 
     def close(self) -> None:
         """Kill them all."""

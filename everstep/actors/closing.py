@@ -34,6 +34,7 @@ def close_log(run: RunContext, *, stopped: bool) -> tuple[str, int]:
         run.checkpointers.status = run.checkpointers.ask("status")
         run.bookkeeper.name_all()
     if stopped and last < run.settings.run.steps:
+        run.patiently(lambda: run.chain.update(state="stopped"))
         run.tell(f"stopped after step {last}; durable up to step {durable}")
     elif run.checkpointers:
         closing = {"last_lsn": last, "digest": digest, "tails": _tails(run, last)}

@@ -99,10 +99,12 @@ class FaultHandler:
             ended = Ended(RunFailed(f"{type(error).__name__}: {error}", hint="this is a defect of everstep"))
             raise
         finally:
-            if ended.error is not None:
-                self.mechanism.save_what_is_left()
-            self._ending = self.progress()
-            self.ended = ended
+            try:
+                if ended.error is not None:
+                    self.mechanism.save_what_is_left()
+                self._ending = self.progress()
+            finally:  # whatever happens here, whoever waits for the end is told of it
+                self.ended = ended
             self.mechanism.close()
             clock.sleep(LINGER_S)  # for whoever still wants the summary; it is in the store as well
             self.close()

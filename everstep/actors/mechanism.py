@@ -12,7 +12,7 @@ from everstep.actors.context import RunContext
 from everstep.actors.environment import ray
 from everstep.actors.spec import how_of, key_id_of, store_of
 from everstep.core import clock
-from everstep.core.errors import EverstepError, GroupBroken, StoreError
+from everstep.core.errors import GroupBroken, StoreError
 from everstep.platform.states import Facts, Regroup, ReplaceCheckpointers
 from everstep.storage.chain import Chain
 from everstep.training.history import evaluations, rewind_name
@@ -35,6 +35,7 @@ class Mechanism:
         self.address = (str(ray.util.get_node_ip_address()), int(self._rendezvous.port))
         self.summary: dict[str, Any] | None = None
         self.stop_asked = False
+        self._found_dead = False  # the run neither ended nor was stopped: all that ran it is gone
         self._started = clock.monotonic()
 
     def start(self) -> None:
@@ -118,7 +119,7 @@ class Mechanism:
                     have = run.crew.ask(member, "resend", run.group_epoch, have)
             run.checkpointers.ask("advance", min(have.values()))
             run.checkpointers.ask("flush", FAREWELL_S)
-        except (EverstepError, ray.exceptions.RayError) as error:
+        except Exception as error:  # best effort: what ended the run is what has to be told
             run.tell(f"the last finished steps could not be saved: {str(error).splitlines()[0]}")
 
     def close(self) -> None:
@@ -138,6 +139,9 @@ class Mechanism:
 
     def _resumed(self, store: Any) -> Chain:
         run = self.run
+        before = Chain.open(store, run.name).manifest
+        begun = before.origin is None or before.generation > 1  # a fork that never ran was not lost
+        self._found_dead = before.state in ("open", "claim") and begun and run.spec.at is None
         chain = Chain.take_over(store, run.name, cut="common", at=run.spec.at, settings=run.spec.settings)
         if run.spec.at is not None:
             skipped = sum(count for after, count in run.settings.batch.skips if after == run.spec.at)
@@ -153,8 +157,7 @@ class Mechanism:
         for member in members:
             crew.greet(member)
         crew.members = members
-        resumed = run.chain.manifest.generation > 1
-        healing = run.healings.begin("cluster_lost", 0, "store", run.exactness) if resumed else None
+        healing = run.healings.begin("cluster_lost", 0, "store", run.exactness) if self._found_dead else None
         finished = healing.step - 1 if healing and healing.injected else 0
         recovery.load_state(run, healing, finished, run.spec.resume or "resume")
         self._form()

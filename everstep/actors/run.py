@@ -115,6 +115,8 @@ def launch(settings: JobSettings, *, resume: str | None, at: int | None = None) 
     key_id_of(settings)
     if resume is None:
         resume = _existing(settings, store)
+    if resume is not None and at is None:
+        _refuse_done(settings, store)
     blueprint = Blueprint(recipe_of(settings))
     build_dataset(blueprint.task, "train")
     if settings.eval.every:
@@ -142,6 +144,18 @@ def _clear(name: str) -> None:
         handler = ray.get_actor(name, namespace=NAMESPACE)
         if ray.get(handler.progress.remote(), timeout=PATIENCE_S)["state"] in ENDED:
             ray.get(handler.close.remote(), timeout=PATIENCE_S)
+
+
+def _refuse_done(settings: JobSettings, store: Any) -> None:
+    name, steps = settings.run.name or "", settings.run.steps
+    closing = Chain.open(store, name).manifest.closing
+    if closing is not None and steps <= int(closing["last_lsn"]):
+        where = f"--store {settings.run.store}"
+        raise SettingsError(
+            f"run {name!r} is done: it took its last step, {closing['last_lsn']}, and run.steps is {steps}",
+            hint=f"longer: everstep resume {name} --set run.steps=N {where}; "
+            f"another way from an earlier step: everstep resume {name}@STEP {where}",
+        )
 
 
 def _with(settings: JobSettings, *, store: str) -> JobSettings:

@@ -93,10 +93,13 @@ def collect_all(chain: Chain, keep: Retention) -> Collected:
     return total
 
 
-def delete_run(chain: Chain) -> Collected:
+def delete_run(chain: Chain, *, ended: bool = True) -> Collected:
     """Delete a run, all of it but what forks of it still use; that goes by the next call after they have gone.
 
-    A writer that is still at it is fenced by that.
+    Args:
+        chain: the run.
+        ended: nobody writes it any more. Else a writer that is still at it is fenced, and the manifest that says so
+            stays, to be found by it; the next call removes that.
 
     Raises:
         UnknownName: it was deleted meanwhile.
@@ -106,7 +109,7 @@ def delete_run(chain: Chain) -> Collected:
     if chain.manifest.state != "deleted":
         chain.fence(_deleted)
     done = collect_all(chain, Retention(rounds=1, young_s=0.0, min_age_s=0.0))
-    if not read_pins(chain.store, chain.run):
+    if ended and not read_pins(chain.store, chain.run):
         _delete_rest(chain)
     return done
 

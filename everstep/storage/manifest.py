@@ -13,7 +13,7 @@ from everstep.storage.keys import BaseKey, SegmentKey
 
 FORMAT = 2  # 2 names bases, what is kept and what is dropped; 1 is read as if it named nothing
 
-State = Literal["claim", "open", "closed", "deleted"]
+State = Literal["claim", "open", "stopped", "closed", "deleted"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ class Manifest:
         version: number of this manifest, from 1 without a hole.
         run: the run's name.
         generation: the tenure that wrote it.
-        state: "claim" while a takeover is under way, then "open", at last "closed".
+        state: "claim" while a takeover is under way, then "open"; "stopped" when it was asked to stop, "closed" when it
+            came to its end, "deleted" when only forks still use it.
         lineage: which generation's objects count for which lsns, by shard.
         settings: the effective job settings, plain JSON.
         exactness: "bitwise", "close" or "warm".

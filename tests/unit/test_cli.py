@@ -20,7 +20,7 @@ import everstep
 from everstep import cli, console
 from everstep.actors.spec import recipe_of
 from everstep.cli_shared import located, located_step
-from everstep.core.errors import ChainError, EverstepError, RunFailed, UserCodeFailed
+from everstep.core.errors import ChainError, EverstepError, RunFailed, UnknownName, UserCodeFailed
 from everstep.platform.settings import JobSettings, load, named, to_dict
 from everstep.storage.chain import Chain
 from everstep.storage.store import open_store
@@ -440,13 +440,18 @@ def test_runs_ls_and_rm(trained: str) -> None:
     shown = everstep_command("runs", "ls", folder)
     assert "mine@1" in shown.stdout and "broken: broken/manifest" in shown.stderr
 
-    refused = everstep_command("runs", "rm", "new", "--store", trained)
-    assert refused.exit_code == 2 and "has not ended" in refused.stderr and "--force" in refused.stderr
+    Chain.create(open_store(trained), "live", settings={}, shards=1, exactness="bitwise")
+    refused = everstep_command("runs", "rm", "live", "--store", trained)
+    assert refused.exit_code == 2 and "neither ended nor been stopped" in refused.stderr and "--force" in refused.stderr
+    forced = everstep_command("runs", "rm", "live", "--store", trained, "--force", "--json")
+    assert last_json(forced)["gone"] is False  # what says so stays for a while, for its writer to find
+    with pytest.raises(UnknownName, match="deleted"):
+        Chain.open(open_store(trained), "live")
     removed = everstep_command("runs", "rm", f"{folder}/mine")
     assert removed.exit_code == 0, removed.output
-    assert "what new uses stays" in removed.stderr
+    assert "what is used by new stays" in removed.stderr
     assert everstep_command("chain", "verify", "new", "--store", trained).exit_code == 0
-    answer = last_json(everstep_command("runs", "rm", "new", "--store", trained, "--force", "--json"))
+    answer = last_json(everstep_command("runs", "rm", "new", "--store", trained, "--json"))
     assert answer["gone"] is True and answer["stays_for_forks"] == []
 
 
