@@ -116,13 +116,15 @@ def measure(log: Log, case: str, step_s: float, seconds: float, max_lag_s: float
         while (now := clock.monotonic()) < began + seconds:
             lag.received[log.live.lsn + 1] = now
             log.take_step()
-            if warm is None and len(log.bases.proved) > 2 * len(log.replica.states):
+            if warm is None and len(log.bases.proved) > len(log.replica.states):  # from here on the rate is known
                 warm, settled_at, cpu = log.live.lsn, clock.monotonic(), process.cpu_times()
             clock.sleep(max(0.0, now + step_s - clock.monotonic()))
         ended, last = clock.monotonic(), process.cpu_times()
     lag.end()
     if warm is None or settled_at is None:
-        raise RuntimeError(f"{seconds} s are too short for two rounds; measure longer, or with a shorter base interval")
+        raise RuntimeError(
+            f"{seconds} s are too short for a round and a base; measure longer, or with a shorter base interval"
+        )
     rates = flow.windows(settled_at, ended)
     mean = sum(rates) / len(rates)
     late, behind = sorted(lag.seconds(warm)), sorted(lag.steps)
