@@ -114,8 +114,8 @@ def measure(log: Log, case: str, step_s: float, seconds: float, max_lag_s: float
     with threads(log):
         began = clock.monotonic()
         while (now := clock.monotonic()) < began + seconds:
-            lag.received[log.live.lsn + 1] = now
             log.take_step()
+            lag.received[log.live.lsn] = clock.monotonic()
             if warm is None and len(log.bases.proved) > len(log.replica.states):  # from here on the rate is known
                 warm, settled_at, cpu = log.live.lsn, clock.monotonic(), process.cpu_times()
             clock.sleep(max(0.0, now + step_s - clock.monotonic()))
