@@ -15,7 +15,7 @@ from everstep.core import clock
 from everstep.storage.chain import Chain
 from everstep.storage.folder import FolderStore
 from everstep.storage.keys import parse
-from everstep.storage.store import Buffer, ObjectInfo, Pace
+from everstep.storage.store import Buffer, ObjectInfo, Pace, Store
 from everstep.training.base_writer import BaseWriter
 from everstep.training.blueprint import Blueprint
 from everstep.training.delta import Delta, gradient_views, write_gradient
@@ -25,7 +25,7 @@ from everstep.training.recipe import Recipe
 from everstep.training.record import StepResult, pack
 from everstep.training.replica import Replica
 from everstep.training.restore import restore
-from everstep.training.shard_state import ShardState, to_batches
+from everstep.training.shard_state import ShardState, digest_of, to_batches
 from everstep.training.state import combine_digests, tensor_digest
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Plan:
 class Counting:
     """A store that counts its requests, and the bytes put, by kind of object."""
 
-    def __init__(self, inner: FolderStore) -> None:
+    def __init__(self, inner: Store) -> None:
         self.inner, self.url = inner, inner.url
         self.requests: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
@@ -91,7 +91,7 @@ class Log:
     Its first base stands at step 1, because an optimizer has no state before.
     """
 
-    def __init__(self, plan: Plan, store: FolderStore, case: str) -> None:
+    def __init__(self, plan: Plan, store: Store, case: str) -> None:
         self.plan, self.case, self.store = plan, case, Counting(store)
         self.blueprint = blueprint_of(plan, case)
         self.layout, self.live = self.blueprint.layout, self.blueprint.live_state()
@@ -188,6 +188,5 @@ def restored(plan: Plan, root: str, case: str, after: int, wanted: str | None) -
     later = frozenset(key for key in chain.listing().bases() if key.lsn > 1)
     seconds, (states, _, _) = timed(lambda: restore(chain, blueprint, target=1 + after, exclude=later))
     if wanted is not None:
-        found = {n: d for state in states.values() for n, d in state.state.tensor_digests().items()}
-        assert combine_digests(found) == wanted, f"step {1 + after} was not restored to its bits"
+        assert digest_of(states.values()) == wanted, f"step {1 + after} was not restored to its bits"
     return seconds

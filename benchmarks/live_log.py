@@ -16,20 +16,21 @@ import psutil
 from gpt2_log import Log
 
 from everstep.core import clock
+from everstep.training.base_writer import Pacer
 
 LOOK_S = 0.01
 WINDOW_S = 1.0
 
 
-class Flow:
-    """Bytes by the second in which they were let go."""
+class Flow(Pacer):
+    """A pacer that notes when it let how many bytes go."""
 
-    def __init__(self, pace: Callable[[int], None]) -> None:
-        self.pace = pace
+    def __init__(self, rate: Callable[[], float | None]) -> None:
+        super().__init__(rate)
         self.gone: list[tuple[float, int]] = []
 
     def __call__(self, size: int) -> None:
-        self.pace(size)
+        super().__call__(size)
         self.gone.append((clock.monotonic(), size))
 
     def windows(self, began: float, ended: float) -> list[float]:
@@ -105,10 +106,8 @@ def measure(log: Log, case: str, step_s: float, seconds: float, max_lag_s: float
         RuntimeError: no round was written in that time.
     """
     log.put_bases()
-    log.writer.max_lag_s, log.bases.pacer._hurry = max_lag_s, threading.Event()
-    flow = log.bases.pacer = Flow(log.bases.pacer)  # type: ignore[assignment]
-    flow_end = flow.pace.hurry
-    log.bases.pacer.hurry = flow_end  # type: ignore[method-assign]
+    log.writer.max_lag_s = max_lag_s
+    log.bases.pacer = flow = Flow(log.bases.rate)
     lag, process = Lag(log), psutil.Process(os.getpid())
     warm = settled_at = None
     with threads(log):

@@ -2,7 +2,7 @@
 
 usage: python benchmarks/store.py [--repeats 5] [--shards 4] [--steps 0,10,50] [--dense-steps 0,10]
            [--segment-steps 10] [--base-interval 50] [--step-seconds S] [--batch 4x128] [--folder FOLDER]
-           [--live-seconds 120] [--live-step-seconds 1] [--live-base-interval 20] [--max-lag 5] [--s3 s3://bucket/prefix]
+           [--live-seconds 120] [--live-step-seconds 2] [--live-base-interval 12] [--max-lag 5] [--s3 s3://bucket/prefix]
            [--layers 12] [--width 768] [--heads 12] [--vocabulary 50257] [--context 1024]
 
 Shapes of GPT-2 small with AdamW (`gpt2_shapes.py`), one process, the chain driven as a checkpoint actor drives it.
@@ -272,9 +272,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dense-steps", default=[0, 10], help="of the dense log: 4 bytes a parameter each", **steps)
     parser.add_argument("--batch", default=(4, 128), type=lambda text: tuple(map(int, text.split("x"))))
     parser.add_argument("--step-seconds", type=float, help="for what an hour holds; default: the measured step")
-    for name, value in {"live-seconds": 120.0, "live-step-seconds": 1.0, "max-lag": 5.0}.items():
+    for name, value in {"live-seconds": 120.0, "live-step-seconds": 2.0, "max-lag": 5.0}.items():
         parser.add_argument(f"--{name}", type=float, default=value)
-    parser.add_argument("--live-base-interval", type=int, default=20)
+    parser.add_argument("--live-base-interval", type=int, default=12)
     parser.add_argument("--live-segment-steps", type=int, default=16)
     parser.add_argument("--s3", help="s3://bucket/prefix to measure the live log on as well; see README, Stores")
     parser.add_argument("--folder", help="where to put everything; default: the system's temporary folder")

@@ -69,29 +69,27 @@ def gc(run: str, store: str, dry_run: bool, as_json: bool) -> dict[str, Any]:
     That is said by the run's [checkpoint] keep_rounds, keep_every, keep_hours and gc_age_s.
     """
     from everstep.actors.bookkeeping import retention_of
-    from everstep.storage.collect import collect
+    from everstep.storage.collect import collect, collect_all
 
     url, name = located(run, store)
     log = open_run(url, name)
     keep = retention_of(settings_of(log, url))
-    parts = [collect(log, keep, dry_run=dry_run)]
-    while parts[-1].plan.more and not dry_run:
-        parts.append(collect(log, keep))
+    done = collect(log, keep, dry_run=True) if dry_run else collect_all(log, keep)
     groups: dict[str, dict[str, Any]] = {}
-    for item in (item for part in parts for item in part.plan.drop):
+    for item in done.plan.drop:
         group = groups.setdefault(item.reason, {"reason": item.reason, "objects": 0, "bytes": 0})
         group["objects"] += 1
         group["bytes"] += item.size
     facts = {
         "run": name,
         "dry_run": dry_run,
-        "would_delete" if dry_run else "deleted": sum(part.deleted for part in parts),
-        "bytes": sum(part.bytes for part in parts),
-        "temporary_files_swept": sum(part.swept for part in parts),
-        "more_waiting": parts[-1].plan.more,
-        "why": list(parts[-1].plan.reasons),
+        "would_delete" if dry_run else "deleted": done.deleted,
+        "bytes": done.bytes,
+        "temporary_files_swept": done.swept,
+        "more_waiting": done.plan.more,
+        "why": list(done.plan.reasons),
         "goes": sorted(groups.values(), key=lambda group: -group["bytes"]),
-        "spared": [{"because": why, "objects": count} for why, count in parts[-1].plan.spared.items()],
+        "spared": [{"because": why, "objects": count} for why, count in done.plan.spared.items()],
     }
     return shown(facts, f"{'what would be collected' if dry_run else 'collected'} of {name}", as_json)
 

@@ -44,12 +44,12 @@ def rm(run: str, store: str, force: bool, as_json: bool) -> dict[str, Any]:
     """Delete RUN, all but what forks of it use."""
     from everstep.storage.chain import Chain
     from everstep.storage.collect import delete_run
-    from everstep.storage.runs import forks_of, never_begun
+    from everstep.storage.runs import forks_of
 
     url, name = located(run, store)
     log = Chain.open(store_at(url), name, deleted_too=True)
     state, told = log.manifest.state, clock.wall() - log.manifest.created > FENCED_S
-    ended = state in ("closed", "stopped") or (state == "deleted" and told) or never_begun(log)
+    ended = state in ("closed", "stopped") or (state == "deleted" and told) or log.manifest.never_begun
     if not ended and state != "deleted" and not force:
         raise UserError(
             f"run {name} has neither ended nor been stopped (state {state!r}, generation {log.manifest.generation}): "

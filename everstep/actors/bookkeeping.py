@@ -16,7 +16,7 @@ from everstep.platform.settings import JobSettings
 from everstep.platform.tuner import TUNERS
 from everstep.storage.chain import Chain
 from everstep.storage.collect import collect
-from everstep.storage.manifest import Base, CompressorSnapshot, Manifest
+from everstep.storage.manifest import Base, CompressorSnapshot
 from everstep.storage.retention import Retention
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Bookkeeper:
     def __init__(self, run: RunContext) -> None:
         self.run = run
         self._named: dict[int, int] = {}  # by shard, the lsn of the last base that was noted
-        self._snapshots: set[int] = set()
+        self._snapshots: set[CompressorSnapshot] = set()  # that were noted
         self._tuned = clock.monotonic()
         self._next_collection = self._tuned + COLLECT_S
         self._rounds = 0
@@ -58,10 +58,11 @@ class Bookkeeper:
 
     def _watch_store(self) -> None:
         """Tell when the store begins to refuse, and when it answers again."""
-        away = {s["store_error_s"]: s["store_error"] for s in self.run.checkpointers.status if s.get("store_error_s")}
+        away = [status for status in self.run.checkpointers.status if status.get("store_error_s") is not None]
         if away and self._store_away is None:
-            self._store_away = clock.monotonic() - max(away)
-            said = away[max(away)].splitlines()[0]
+            longest = max(away, key=lambda status: float(status["store_error_s"]))
+            self._store_away = clock.monotonic() - longest["store_error_s"]
+            said = longest["store_error"].splitlines()[0]
             self.run.tell(f"the store refuses, training goes on, records wait in memory: {said}")
         elif not away and self._store_away is not None:
             seconds = clock.monotonic() - self._store_away
@@ -72,7 +73,7 @@ class Bookkeeper:
         """Note the bases that were proved and the snapshots that are complete."""
         status = self.run.checkpointers.status
         self._name_bases([base for part in status for base in part.get("proved", ())])
-        self._name_snapshots([part.get("slices", {}) for part in status])
+        self._name_snapshots(status)
 
     def _name_bases(self, proved: list[Base]) -> None:
         fresh = [base for base in proved if base.lsn > self._named.get(base.shard, -1)]
@@ -80,18 +81,17 @@ class Bookkeeper:
             self._named |= {base.shard: base.lsn for base in sorted(fresh, key=lambda base: base.lsn)}
             self.run.notebook.do(lambda chain: chain.name_bases(fresh))
 
-    def _name_snapshots(self, parts: list[dict[int, list[int]]]) -> None:
-        found: dict[int, set[int]] = {}
-        for part in parts:
-            for lsn, slices in part.items():
-                found.setdefault(int(lsn), set()).update(slices)
+    def _name_snapshots(self, status: list[dict[str, Any]]) -> None:
+        found: dict[tuple[int, int], set[int]] = {}  # by the generation that wrote them: the status may be an old one
+        for part in status:
+            for lsn, slices in part.get("slices", {}).items():
+                found.setdefault((part["generation"], lsn), set()).update(slices)
         size = self.run.settings.workers.size
-        fresh = {lsn for lsn, slices in found.items() if len(slices) == size} - self._snapshots
+        complete = {CompressorSnapshot(*of, size) for of, slices in found.items() if len(slices) == size}
+        fresh = sorted(complete - self._snapshots, key=lambda snapshot: snapshot.lsn)
         if fresh:
-            self._snapshots |= fresh
-            generation = self.run.chain.manifest.generation
-            named = [CompressorSnapshot(generation, lsn, size) for lsn in sorted(fresh)]
-            self.run.notebook.do(lambda chain: chain.update(lambda manifest: _with_snapshots(manifest, named)))
+            self._snapshots |= complete
+            self.run.notebook.do(lambda chain: chain.name_snapshots(fresh))
 
     def _tune(self) -> None:
         """Derive the intervals anew from what was measured, and tell what changes and why."""
@@ -139,7 +139,7 @@ def measured(run: RunContext) -> Costs:
     latest = run.crew.latest
     return Costs(
         step_s=latest.get("step_s"), stall_s=latest.get("stall_s"), snapshot_s=latest.get("snapshot_s") or None,
-        snapshot_bytes=run.snapshot_bytes, restart_s=sum(pauses) / len(pauses) if pauses else None, **sums, **most,
+        snapshot_bytes=run.spec.snapshot_bytes, restart_s=sum(pauses) / len(pauses) if pauses else None, **sums, **most,
     )  # fmt: skip
 
 
@@ -148,9 +148,3 @@ def history(run: RunContext) -> History:
     kinds = [body["kind"] for _, body in run.healings.stored]
     total = sum(kind in ("cluster_lost", "kill_everything") for kind in kinds)
     return History(run.lsn() * (run.crew.latest.get("step_s") or 0.0), len(kinds), total)
-
-
-def _with_snapshots(manifest: Manifest, named: list[CompressorSnapshot]) -> dict[str, Any]:
-    newest = max((snapshot.lsn for snapshot in manifest.compressor), default=-1)
-    fresh = tuple(s for s in named if s.lsn > newest and s.generation == manifest.generation)
-    return {"compressor": manifest.compressor + fresh} if fresh else {}

@@ -29,7 +29,6 @@ def close_log(run: RunContext, *, stopped: bool) -> tuple[str, int]:
     if run.checkpointers:
         durable = _make_durable(run, last)
         _compare_replica(run, last, digest)
-    if run.checkpointers:
         run.checkpointers.ask("settle", SETTLE_S)
         run.checkpointers.status = run.checkpointers.ask("status")
         run.bookkeeper.name_all()

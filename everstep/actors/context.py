@@ -80,11 +80,6 @@ class RunContext:
         return cls(spec, settings, recipe_of(settings), crew, checkpointers, spec.exactness)
 
     @property
-    def snapshot_bytes(self) -> int:
-        """Bytes of one compressor snapshot."""
-        return self.spec.snapshot_bytes
-
-    @property
     def name(self) -> str:
         """The run's name."""
         return self.settings.run.name or ""

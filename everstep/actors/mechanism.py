@@ -15,7 +15,7 @@ from everstep.core import clock
 from everstep.core.errors import GroupBroken, StoreError
 from everstep.platform.states import Facts, Regroup, ReplaceCheckpointers
 from everstep.storage.chain import Chain
-from everstep.training.history import evaluations, rewind_name
+from everstep.training.history import evaluation_name, evaluations, rewind_name
 
 LOOK_S = 0.1
 FAREWELL_S = 5.0
@@ -140,8 +140,8 @@ class Mechanism:
     def _resumed(self, store: Any) -> Chain:
         run = self.run
         before = Chain.open(store, run.name).manifest
-        begun = before.origin is None or before.generation > 1  # a fork that never ran was not lost
-        self._found_dead = before.state in ("open", "claim") and begun and run.spec.at is None
+        left = before.state in ("open", "claim") and not before.never_begun
+        self._found_dead = left and run.spec.at is None
         chain = Chain.take_over(store, run.name, cut="common", at=run.spec.at, settings=run.spec.settings)
         if run.spec.at is not None:
             skipped = sum(count for after, count in run.settings.batch.skips if after == run.spec.at)
@@ -178,7 +178,8 @@ class Mechanism:
 
     def _evaluated(self, lsn: int) -> bool:
         try:
-            return any(body["lsn"] == lsn for body in evaluations(self.run.chain.events()))
+            chain = self.run.chain
+            return bool(evaluations(chain.events(evaluation_name(lsn)) | chain.events("rewound-")))
         except StoreError:
             return False  # then it is done once more; the first answer stays
 

@@ -16,7 +16,7 @@ from everstep.core.errors import RunExists, RunFailed, SettingsError
 from everstep.platform.settings import JobSettings, differences, from_dict, to_dict
 from everstep.platform.tuner import derive_intervals
 from everstep.storage.chain import Chain
-from everstep.storage.store import absolute, probe
+from everstep.storage.store import Store, absolute, probe
 from everstep.tasks import build_dataset
 from everstep.training.blueprint import Blueprint
 
@@ -113,10 +113,7 @@ def launch(settings: JobSettings, *, resume: str | None, at: int | None = None) 
     store = store_of(settings)
     probe(store)
     key_id_of(settings)
-    if resume is None:
-        resume = _existing(settings, store)
-    if resume is not None and at is None:
-        _refuse_done(settings, store)
+    resume = _going_on(settings, store, resume, at)
     blueprint = Blueprint(recipe_of(settings))
     build_dataset(blueprint.task, "train")
     if settings.eval.every:
@@ -146,9 +143,20 @@ def _clear(name: str) -> None:
             ray.get(handler.close.remote(), timeout=PATIENCE_S)
 
 
-def _refuse_done(settings: JobSettings, store: Any) -> None:
-    name, steps = settings.run.name or "", settings.run.steps
-    closing = Chain.open(store, name).manifest.closing
+def _going_on(settings: JobSettings, store: Store, resume: str | None, at: int | None) -> str | None:
+    """Return how to go on with the run of this name; None: there is none, and none was asked for."""
+    name = settings.run.name or ""
+    if resume is None and not Chain.exists(store, name):
+        return None
+    found = Chain.open(store, name)
+    how = resume or _existing(settings, found)
+    if at is None:
+        _refuse_done(settings, found)
+    return how
+
+
+def _refuse_done(settings: JobSettings, found: Chain) -> None:
+    name, steps, closing = found.run, settings.run.steps, found.manifest.closing
     if closing is not None and steps <= int(closing["last_lsn"]):
         where = f"--store {settings.run.store}"
         raise SettingsError(
@@ -162,16 +170,12 @@ def _with(settings: JobSettings, *, store: str) -> JobSettings:
     return settings.model_copy(update={"run": settings.run.model_copy(update={"store": store})})
 
 
-def _existing(settings: JobSettings, store: Any) -> str | None:
-    """Return how to go on with a run of this name: None if there is none; a run with other settings is refused."""
-    assert settings.run.name is not None
-    if not Chain.exists(store, settings.run.name):
-        return None
-    old = from_dict(Chain.open(store, settings.run.name).manifest.settings)
-    differing = [key for key in differences(old, settings) if key != "run.store"]
+def _existing(settings: JobSettings, found: Chain) -> str:
+    """Return how to go on with a run that is there already; one with other settings is refused."""
+    differing = [key for key in differences(from_dict(found.manifest.settings), settings) if key != "run.store"]
     if differing:
         raise RunExists(
-            f"run {settings.run.name!r} exists in {settings.run.store} with other settings: {', '.join(differing)}",
-            hint="choose another run.name, or go on with it: everstep resume " + settings.run.name,
+            f"run {found.run!r} exists in {settings.run.store} with other settings: {', '.join(differing)}",
+            hint=f"choose another run.name, or go on with it: everstep resume {found.run} --store {settings.run.store}",
         )
     return how_of(settings)

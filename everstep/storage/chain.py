@@ -18,20 +18,13 @@ from everstep.core.errors import ChainError, CorruptObject, RunExists, SettingsE
 from everstep.core.ids import new_id
 from everstep.core.registry import nearest
 from everstep.storage import events, manifests
-from everstep.storage.keys import (
-    BaseKey,
-    CompressorKey,
-    DataKey,
-    SegmentKey,
-    facts,
-    inside,
-    is_name,
-)
+from everstep.storage.keys import BaseKey, CompressorKey, DataKey, SegmentKey, facts, inside, is_name
 from everstep.storage.listing import Listing
-from everstep.storage.manifest import Base, Manifest, Span, plain
+from everstep.storage.manifest import Base, CompressorSnapshot, Manifest, Span, plain
+from everstep.storage.naming import with_bases, with_snapshots
 from everstep.storage.objects import Header, StoredObject, crc_of, decode, encode
 from everstep.storage.store import Pace, Store
-from everstep.storage.takeover import Cut, clips, cut_changes, holds
+from everstep.storage.takeover import Cut, clips, cut_changes
 
 __all__ = ["Chain", "Listing"]
 
@@ -66,15 +59,15 @@ class Chain:
         self._lock = threading.RLock()  # one update at a time
         self._tails: dict[int, dict[int, str]] = {}  # by shard: checksums of the segments written, by last lsn
 
-    @staticmethod
-    def runs(store: Store) -> list[str]:
+    @classmethod
+    def runs(cls, store: Store) -> list[str]:
         """Return the names of the runs that have a manifest, sorted."""
-        return [name for name in store.tops() if is_name(name) and manifests.any_of(store, name)]
+        return [name for name in store.tops() if is_name(name) and cls.exists(store, name)]
 
     @staticmethod
     def exists(store: Store, run: str) -> bool:
         """Whether there is a run of this name, a deleted one included that forks still use."""
-        return manifests.latest(store, run) is not None
+        return manifests.any_of(store, run)
 
     @classmethod
     def create(
@@ -252,14 +245,15 @@ class Chain:
     def name_bases(self, proved: Iterable[Base]) -> None:
         """Name bases in the manifest, each in its shard's next round, or in the newest of any shard if that is later.
 
-        What was dropped or cut off is left out, and what is not newer than the shard's newest.
-
-        Raises:
-            Fenced: a newer generation owns the log.
-            StoreError: the store failed.
+        What was dropped or cut off is left out, and what is not newer than the shard's newest. Raises as `update`.
         """
         found = tuple(proved)
-        self.update(lambda manifest: _with_bases(manifest, found))
+        self.update(lambda manifest: with_bases(manifest, found))
+
+    def name_snapshots(self, complete: Iterable[CompressorSnapshot]) -> None:
+        """Name compressor snapshots of the own generation, all of whose slices are stored. Raises as `update`."""
+        found = tuple(complete)
+        self.update(lambda manifest: with_snapshots(manifest, found))
 
     def put_compressor(
         self, lsn: int, slice: int, batches: Sequence[pa.RecordBatch], extra: Mapping[str, str]
@@ -311,14 +305,11 @@ class Chain:
             StoreError: the store failed.
         """
         with self._lock:
-            return self._update(change, changes)
-
-    def _update(self, change: Callable[[Manifest], Mapping[str, Any]] | None, changes: Mapping[str, Any]) -> Manifest:
-        for _ in range(_TRIES):
-            wanted = {**(change(self.manifest) if change else {}), **changes}
-            if (change and not wanted) or self._write_next(wanted):
-                return self.manifest
-            self._adopt(manifests.latest(self.store, self.run))
+            for _ in range(_TRIES):
+                wanted = {**(change(self.manifest) if change else {}), **changes}
+                if (change and not wanted) or self._write_next(wanted):
+                    return self.manifest
+                self._adopt(manifests.latest(self.store, self.run))
         raise manifests.lost_races(self.run, _TRIES)
 
     def add_event(self, name: str, body: Mapping[str, Any]) -> bool:
@@ -346,14 +337,18 @@ class Chain:
         """
         where = inside(self.run, key)
         stored = decode(self.store.get(where), where=where, expect={"run": key.run or self.run, **facts(key)})
-        named = next((base for base in self.manifest.bases if base.key == key), None)
-        if named is not None and named.crc32c != stored.crc:
+        if isinstance(key, BaseKey):
+            self._check_named(key, stored.crc)
+        return stored
+
+    def _check_named(self, key: BaseKey, crc: str) -> None:
+        named = next((base.crc32c for base in self.manifest.bases if base.key == key), crc)
+        if named != crc:
             raise CorruptObject(
-                f"object {where} is another than manifest {self.manifest.version} names: expected checksum "
-                f"{named.crc32c}, got {stored.crc}",
+                f"object {inside(self.run, key)} is another than manifest {self.manifest.version} names: expected "
+                f"checksum {named}, got {crc}",
                 hint="put the right one back from a copy of the store; an older round can still be restored",
             )
-        return stored
 
     def _encoded(self, key: K, batches: Sequence[pa.RecordBatch], **more: Any) -> Encoded[K]:
         return Encoded(key, encode(Header(run=self.run, **cast(dict[str, Any], facts(key)), **more), batches))
@@ -402,18 +397,3 @@ def _gone(store: Store, run: str) -> UnknownName:
         f"run {run!r} in {store.url} was deleted; only what forks of it use is left of it",
         hint="check run.name, or use one of the forks",
     )
-
-
-def _with_bases(manifest: Manifest, proved: Sequence[Base]) -> dict[str, Any]:
-    """Return what naming these bases changes. A shard's bases are named in order: what comes late was named before."""
-    bases = list(manifest.bases)
-    for base in sorted(proved, key=lambda base: base.lsn):
-        mine = [other for other in bases if other.shard == base.shard]
-        newest = max((other.lsn for other in mine), default=-1)
-        if base.lsn > newest and base.key.path not in manifest.dropped and holds(manifest.lineage, base):
-            # A shard that lost rounds, or missed some, catches up: else rounds grow wider with every takeover.
-            behind = 1 + max((other.round for other in mine), default=-1)
-            bases.append(replace(base, round=max([behind, *(other.round for other in bases)])))
-    if len(bases) == len(manifest.bases):
-        return {}
-    return {"bases": tuple(sorted(bases, key=lambda base: (base.shard, base.lsn, base.round)))}

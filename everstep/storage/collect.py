@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.core import clock
@@ -85,11 +85,13 @@ def collect(chain: Chain, keep: Retention, *, dry_run: bool = False, at: Callabl
 
 
 def collect_all(chain: Chain, keep: Retention) -> Collected:
-    """Collect until nothing is left to drop; return the sum of it."""
+    """Collect until nothing is left to drop; return the sum of it. Raises as `collect`."""
     total = collect(chain, keep)
     while total.plan.more:
         part = collect(chain, keep)
-        total = Collected(part.plan, total.deleted + part.deleted, total.bytes + part.bytes, total.swept, False)
+        plan = replace(part.plan, drop=total.plan.drop + part.plan.drop)
+        deleted, size = total.deleted + part.deleted, total.bytes + part.bytes
+        total = Collected(plan, deleted, size, total.swept + part.swept, False)
     return total
 
 

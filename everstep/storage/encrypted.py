@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from everstep.core.errors import CorruptObject, SettingsError, StoreRefused
 from everstep.storage.keys import MANIFESTS
-from everstep.storage.store import Buffer, ObjectInfo, Store
+from everstep.storage.store import Buffer, ObjectInfo, Pace, Store, room
 
 VARIABLE = "EVERSTEP_ENCRYPTION_KEY"
 FILE_VARIABLE = "EVERSTEP_ENCRYPTION_KEY_FILE"
@@ -103,7 +103,7 @@ def key_for(key_id: str) -> Key:
     return key
 
 
-def seal(key: Key, name: str, data: Buffer) -> bytearray:
+def seal(key: Key, name: str, data: Buffer) -> bytearray | memoryview:
     """Return `data` encrypted as the object `name`; other bytes each time.
 
     Args:
@@ -115,7 +115,7 @@ def seal(key: Key, name: str, data: Buffer) -> bytearray:
     count = max(1, -(-len(plain) // FRAME))
     salt = secrets.token_bytes(_SALT)
     cipher, about = _cipher(key, name, salt), name.encode()
-    out = bytearray(_HEAD + len(plain) + count * _TAG)
+    out = room(_HEAD + len(plain) + count * _TAG)
     out[:_HEAD] = _MAGIC + key.id.encode() + salt
     body = memoryview(out)[_HEAD:]
     for index in range(count):
@@ -125,7 +125,7 @@ def seal(key: Key, name: str, data: Buffer) -> bytearray:
     return out
 
 
-def unseal(key: Key, name: str, data: Buffer) -> bytearray:
+def unseal(key: Key, name: str, data: Buffer) -> bytearray | memoryview:
     """Return the plaintext of `data`, which `seal` made; every byte of it is verified.
 
     Raises:
@@ -171,7 +171,7 @@ class EncryptedStore:
     def trace(self, value: Callable[[str, str], None]) -> None:
         cast(Any, self.inner).trace = value
 
-    def put(self, key: str, data: Buffer, *, pace: Callable[[int], None] | None = None) -> None:
+    def put(self, key: str, data: Buffer, *, pace: Pace | None = None) -> None:
         """Create the object; see `Store.put`. Equal content gives other stored bytes each time."""
         self.inner.put(key, data if _is_plain(key) else seal(self.key, key, data), pace=pace)
 
@@ -205,7 +205,7 @@ class EncryptedStore:
 
     def sweep(self, older_than_s: float) -> int:
         """Remove what dead writers left; see `Store.sweep`."""
-        return int(cast(Any, self.inner).sweep(older_than_s))
+        return self.inner.sweep(older_than_s)
 
 
 def sealed(store: Store, key_id: str) -> Store:
@@ -230,14 +230,14 @@ def _is_plain(key: str) -> bool:
     return path.startswith(MANIFESTS) if slash else first.startswith("probe-")
 
 
-def _open(key: Key, name: str, stored: memoryview) -> bytearray:
+def _open(key: Key, name: str, stored: memoryview) -> bytearray | memoryview:
     """Decrypt all frames; the head is taken as it is."""
     cipher, about = _cipher(key, name, bytes(stored[_HEAD - _SALT : _HEAD])), name.encode()
     body = stored[_HEAD:]
     count = -(-len(body) // (FRAME + _TAG))
     if len(body) - (count - 1) * (FRAME + _TAG) < _TAG:
         _corrupt(name, f"it is cut short: its {len(stored)} bytes end inside the tag of frame {count - 1}")
-    plain = bytearray(len(body) - count * _TAG)
+    plain = room(len(body) - count * _TAG)
     into = memoryview(plain)
     for index in range(count):
         part = body[index * (FRAME + _TAG) : (index + 1) * (FRAME + _TAG)]

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 from collections.abc import Callable, Iterator
 
 from everstep.core import clock
 from everstep.core.errors import ObjectExists, ObjectMissing, StoreError, StoreFull
 from everstep.core.ids import new_id
-from everstep.storage.store import Buffer, ObjectInfo, Pace, check_key
+from everstep.storage.store import Buffer, ObjectInfo, Pace, check_key, room
 
 TEMPORARY = ".tmp"
 PACED_WRITE = 1 << 20
-LARGE_READ = 1 << 20
-PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
 STEPS = ("created", "written", "synced", "linked", "unlinked", "folder_synced")
 
 
@@ -221,18 +218,12 @@ def _write_all(handle: int, data: memoryview) -> None:
 
 
 def _read(handle: int, remaining: int, length: int | None) -> Buffer:
-    """Read up to `length` bytes into memory of their own, which is writable where they are many."""
-    wanted = max(0, remaining if length is None else min(length, remaining))
-    if wanted < LARGE_READ:
-        parts = []
-        while wanted and (part := os.read(handle, wanted)):
-            parts.append(part)
-            wanted -= len(part)
-        return b"".join(parts)
-    view, done = memoryview(mmap.mmap(-1, wanted, flags=PRIVATE)), 0  # no huge pages: a fresh process waits for them
-    while done < wanted and (count := os.readv(handle, [view[done:]])):
+    """Read up to `length` bytes; few are given as `bytes`."""
+    whole = room(max(0, remaining if length is None else min(length, remaining)))
+    view, done = memoryview(whole), 0
+    while done < len(view) and (count := os.readv(handle, [view[done:]])):
         done += count
-    return view[:done]
+    return view[:done] if isinstance(whole, memoryview) else bytes(view[:done])
 
 
 def _remove(path: str) -> None:

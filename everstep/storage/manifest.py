@@ -146,6 +146,11 @@ class Manifest:
         """The shards of the run, in order."""
         return tuple(sorted({span.shard for span in self.lineage}))
 
+    @property
+    def never_begun(self) -> bool:
+        """Whether it is of a fork that nobody has gone on with."""
+        return self.origin is not None and self.generation == 1 and self.state == "open"
+
     def to_json(self) -> bytes:
         """Return the manifest as indented JSON, with the checksum of everything else as its last entry."""
         body = dict(vars(self))

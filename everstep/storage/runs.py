@@ -82,9 +82,3 @@ def forks_of(chain: Chain) -> list[dict[str, Any]]:
         if made.child:
             held.setdefault(made.child, set()).update(made.objects)
     return [{"run": child, "objects": len(objects)} for child, objects in sorted(held.items())]
-
-
-def never_begun(chain: Chain) -> bool:
-    """Whether it is a fork that nobody has gone on with."""
-    manifest = chain.manifest
-    return manifest.origin is not None and manifest.generation == 1 and manifest.state == "open"

@@ -19,7 +19,7 @@ from everstep.core import clock
 from everstep.core.errors import ObjectExists, ObjectMissing, StoreError
 from everstep.core.ids import new_id
 from everstep.storage.s3_client import Patience, body_of, code_of, failure, make_client, parts_of, persist, stream_of
-from everstep.storage.store import Buffer, ObjectInfo, Pace, check_key
+from everstep.storage.store import Buffer, ObjectInfo, Pace, check_key, room
 
 MIB = 1 << 20
 WHOLE_UP_TO = 64 * MIB  # larger objects are sent in parts
@@ -105,7 +105,7 @@ class S3Store:
             total = max(0, size - start if length is None else min(length, size - start))
             if total <= len(first):
                 return first[:total]
-            whole = bytearray(total)
+            whole = room(total)
             rest = memoryview(whole)
             rest[: len(first)] = first
 

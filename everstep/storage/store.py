@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ Buffer: TypeAlias = bytes | bytearray | memoryview | pa.Buffer
 Pace: TypeAlias = Callable[[int], None]
 """Called with a byte count just before that many bytes are written or sent; it may sleep, and raise to stop the put."""
 T = TypeVar("T")
+
+MAPPED_FROM = 1 << 20  # bytes
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
 
 KNOWN_FORMS = "file:./runs, file:/absolute/folder, s3://bucket/prefix, memory: and memory:name"
 NEEDED = {
@@ -58,6 +62,8 @@ class Store(Protocol):
     def get(self, key: str, start: int = 0, length: int | None = None) -> Buffer:
         """Return `length` bytes from `start` (fewer at the end of the object; None = to the end).
 
+        The caller may write into what it is given, if that is writable.
+
         Raises:
             ObjectMissing: there is no such object.
             StoreError: it cannot be read.
@@ -85,6 +91,14 @@ class PutsInParts(Protocol):
 
     def put_in_parts(self, key: str, data: Buffer) -> None:
         """Do what `put` does, in parts however small the data."""
+
+
+def room(size: int) -> bytearray | memoryview:
+    """Return writable memory for `size` bytes that are about to be read, belonging to the caller alone.
+
+    Mapped where it is large: neither zeroed first, nor of huge pages, which a fresh process waits long for.
+    """
+    return bytearray(size) if size < MAPPED_FROM else memoryview(mmap.mmap(-1, size, flags=PRIVATE))
 
 
 def check_key(key: str) -> str:

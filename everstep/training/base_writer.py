@@ -65,8 +65,6 @@ class BaseWriter:
         self.chain, self.replica, self.base_interval = chain, replica, base_interval
         self.pacer = Pacer(self.rate)
         self.proved: deque[Base] = deque(maxlen=PROVED_KEPT)
-        self.cpu_a_round = 0.0  # processor seconds that the last base of each shard took together
-        self.round_bytes = 0
         self._based = based
         self._starts = _starts({shard: replica.states[shard].parameter_bytes for shard in based})
         self._costs: dict[int, tuple[float, int]] = {}
@@ -82,13 +80,15 @@ class BaseWriter:
             StateMismatch: merging did not lead to the logged state.
         """
         self._watch()
-        for shard in self._based:
-            target = self._turn(shard)
-            if not self._settled.is_set() and self._based[shard] < target <= self.replica.durable()[shard]:
-                # Only where the segments have come as well: a base ahead of them would leave a hole behind a takeover.
-                if self.replica.merged()[shard] <= self.replica.durable()[shard]:
-                    self.write(shard, target)
-                    return True
+        if self.settled:
+            return False
+        durable, merged = self.replica.durable(), self.replica.merged()
+        for shard, based in self._based.items():
+            target = self._turn(shard, durable[shard])
+            # Only where the segments have come as well: a base ahead of them would leave a hole behind a takeover.
+            if based < target and merged[shard] <= durable[shard]:
+                self.write(shard, target)
+                return True
         return False
 
     def write(self, shard: int, upto: int) -> int:
@@ -101,12 +101,21 @@ class BaseWriter:
         self.proved.append(self._prove(base.key))
         self._based[shard] = max(self._based[shard], lsn)
         self._costs[shard] = (clock.thread_cpu() - merged, base.data.size)
-        self.cpu_a_round, self.round_bytes = (sum(part) for part in zip(*self._costs.values(), strict=True))
         return lsn
 
     def prove(self, key: BaseKey) -> None:
         """Take a base that was written otherwise. Raises as `write`."""
         self.proved.append(self._prove(key))
+
+    @property
+    def cpu_a_round(self) -> float:
+        """Processor seconds that the last base of each shard took together."""
+        return sum(cpu for cpu, _ in list(self._costs.values()))
+
+    @property
+    def round_bytes(self) -> int:
+        """Bytes of the last base of each shard together."""
+        return sum(size for _, size in list(self._costs.values()))
 
     @property
     def settled(self) -> bool:
@@ -141,10 +150,9 @@ class BaseWriter:
                 hint="it is written again under another name; if this goes on, the store loses data",
             ) from error
 
-    def _turn(self, shard: int) -> int:
-        """Return the last lsn at which it was this shard's turn."""
+    def _turn(self, shard: int, durable: int) -> int:
+        """Return the last lsn up to `durable` at which it was this shard's turn."""
         phase = int(self.base_interval * self._starts[shard])
-        durable = self.replica.durable()[shard]
         return (durable - phase) // self.base_interval * self.base_interval + phase
 
     def _watch(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -44,15 +45,15 @@ class Blueprint:
         mine = {slot.name: params[slot.name] for slot in self.layout.slots}
         return TrainState(mine, named_fixed(self.model, set(mine)), self._optimizer(mine))
 
-    def shard_state(self, shard: int) -> ShardState:
-        """Return a fresh copy of one shard's first state (lsn 0)."""
+    def shard_state(self, shard: int, *, blank: bool = False) -> ShardState:
+        """Return a fresh copy of one shard's first state (lsn 0); `blank`: with any values, for those of a base."""
         params = dict(self.model.named_parameters())
-        verify = self.exactness == "bitwise"
+        verify, made = self.exactness == "bitwise", torch.empty_like if blank else torch.clone
         if shard == 0:
             fixed = named_fixed(self.model, {slot.name for slot in self.layout.slots})
-            return ShardState(0, (), TrainState({}, {n: t.clone() for n, t in fixed.items()}, None), verify=verify)
+            return ShardState(0, (), TrainState({}, {n: made(t) for n, t in fixed.items()}, None), verify=verify)
         slots: Sequence[Slot] = self.layout.slots_of(shard)
-        own = {slot.name: nn.Parameter(params[slot.name].detach().clone()) for slot in slots}
+        own = {slot.name: nn.Parameter(made(params[slot.name].detach())) for slot in slots}
         return ShardState(shard, slots, TrainState(own, {}, self._optimizer(own)), verify=verify)
 
     def schedule(self, optimizer: Optimizer, lsn: int) -> LRScheduler | None:

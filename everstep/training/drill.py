@@ -14,7 +14,7 @@ from everstep.storage.objects import StoredObject
 from everstep.training.blueprint import Blueprint
 from everstep.training.replay_check import Replayed
 from everstep.training.restore import restore
-from everstep.training.state import combine_digests
+from everstep.training.shard_state import digest_of
 
 
 class _Timed(Chain):
@@ -59,7 +59,7 @@ def drill_restore(
         failed = Problem(f"{chain.run}/newest state", f"cannot be restored: {error.message}", error.hint)
         return {"step": None, "digest": None, "equal": False}, [failed]
     seconds = clock.monotonic() - began
-    digest = combine_digests({n: d for state in states.values() for n, d in state.state.tensor_digests().items()})
+    digest = digest_of(states.values())
     other = live if chain.manifest.closing and plan.target == int(chain.manifest.closing["last_lsn"]) else None
     expected = other or (replayed.digest if replayed.step == plan.target else None)
     exact = "close" not in (blueprint.exactness, chain.manifest.exactness)

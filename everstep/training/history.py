@@ -8,9 +8,9 @@ from typing import Any
 Events = Mapping[str, Mapping[str, Any]]
 
 
-def evaluation_name(lsn: int, generation: int) -> str:
-    """Return the event name of an evaluation at `lsn`."""
-    return f"eval-{lsn:012d}-g{generation:06d}"
+def evaluation_name(lsn: int, generation: int | None = None) -> str:
+    """Return the event name of an evaluation at `lsn`; without a generation, what those of all begin with."""
+    return f"eval-{lsn:012d}" + ("" if generation is None else f"-g{generation:06d}")
 
 
 def rewind_name(generation: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from everstep.training.history import Events, best, bodies, evaluations
 from everstep.training.holding import holding, planned
 from everstep.training.recipe import Recipe
 from everstep.training.restore import restore
-from everstep.training.shard_state import ShardState
-from everstep.training.state import combine_digests
+from everstep.training.shard_state import digest_of
 
 FAULT_KEYS = ("kind", "step", "tier", "steps_lost", "seconds_to_next_step", "exactness")
 
@@ -128,16 +126,12 @@ def export(chain: Chain, recipe: Recipe, step: int | str | None, out: str) -> di
     return {
         "run": chain.run,
         "step": plan.target,
-        "digest": _digest(states),
+        "digest": digest_of(states.values()),
         "exactness": chain.manifest.exactness,
         "safetensors": str(weights),
         "state_dict": str(whole),
         "damaged_objects_left_out": sorted(inside(chain.run, key) for key in damage),
     }
-
-
-def _digest(states: Mapping[int, ShardState]) -> str:
-    return combine_digests({n: d for state in states.values() for n, d in state.state.tensor_digests().items()})
 
 
 def _best(chain: Chain) -> int:

@@ -78,8 +78,9 @@ def replay_all(chain: Chain, blueprint: Blueprint, listing: Listing, broken: Col
             out.step = step
             out.digest = _digest([run.tensors for run in runs])
             out.logged = min((run.logged for run in runs if run.part.shard), default=0)
-    shown = [use.last for shard in manifest.shards for use in counting(manifest, listing, shard)[1]]
-    shown += [base.lsn for shard in manifest.shards for base in counting(manifest, listing, shard)[0]]
+    shown: list[int] = []
+    for bases, uses in (counting(manifest, listing, shard) for shard in manifest.shards):
+        shown += [*(base.lsn for base in bases), *(use.last for use in uses)]
     out.highest = max(shown, default=None)
     return out
 

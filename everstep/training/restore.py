@@ -13,7 +13,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor, wait
 
 import pyarrow as pa
 import torch
-from torch import nn
 
 from everstep.core.errors import ChainError, CorruptObject, ObjectMissing
 from everstep.storage.chain import Chain
@@ -23,7 +22,6 @@ from everstep.storage.plan import RestorePlan, SegmentUse, ShardPlan, plan_resto
 from everstep.training.blueprint import Blueprint
 from everstep.training.record import lsn_of
 from everstep.training.shard_state import ShardState, from_batches
-from everstep.training.state import TrainState, named_fixed
 
 Damage = dict[DataKey, str]  # what is wrong with an object
 
@@ -121,7 +119,7 @@ def _run_plan(
     """
     try:
         objects = _ahead(readers, chain, [plan.base, *(use.key for use in plan.segments)])
-        state = _empty(blueprint, plan.shard)
+        state = blueprint.shard_state(plan.shard, blank=True)
         state.state.load(from_batches(next(objects), adopt=True), plan.base.lsn, adopt=True)
         for batch in _records(plan.segments, objects):
             if failed.is_set():
@@ -133,18 +131,6 @@ def _run_plan(
     except BaseException:
         failed.set()
         raise
-
-
-def _empty(blueprint: Blueprint, shard: int) -> ShardState:
-    """Return a shard's state whose tensors have no memory yet: they are given that of a base."""
-    params, verify = dict(blueprint.model.named_parameters()), blueprint.exactness == "bitwise"
-    if shard == 0:
-        fixed = named_fixed(blueprint.model, {slot.name for slot in blueprint.layout.slots})
-        empty = TrainState({}, {name: torch.empty_like(tensor) for name, tensor in fixed.items()}, None)
-        return ShardState(0, (), empty, verify=verify)
-    slots = blueprint.layout.slots_of(shard)
-    own = {slot.name: nn.Parameter(torch.empty_like(params[slot.name])) for slot in slots}
-    return ShardState(shard, slots, TrainState(own, {}, blueprint._optimizer(own)), verify=verify)
 
 
 def plan_records(chain: Chain, plan: ShardPlan) -> Iterator[pa.RecordBatch]:

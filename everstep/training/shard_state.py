@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,7 @@ from everstep.training.delta import ShardDelta, gradient_views
 from everstep.training.layout import Slot
 from everstep.training.optimizer import spares_gradients
 from everstep.training.record import lsn_of, read_buffers, read_delta
-from everstep.training.state import TrainState, tensor_bytes
+from everstep.training.state import TrainState, combine_digests, tensor_bytes
 
 BASE_SCHEMA = pa.schema(
     [("name", pa.utf8()), ("dtype", pa.utf8()), ("shape", pa.list_(pa.int64())), ("data", pa.large_binary())]
@@ -98,6 +98,11 @@ class ShardState:
         self._written = _tensor(delta.indices).long()
         self._flat.index_copy_(0, self._written, values)  # a third of the time of `flat[indices] = values`
         return self._flat
+
+
+def digest_of(states: Iterable[ShardState]) -> str:
+    """Return the digest of the state that these shards make up together, see `state.combine_digests`."""
+    return combine_digests({n: d for state in states for n, d in state.state.tensor_digests().items()})
 
 
 class _Memory:
