@@ -86,7 +86,7 @@ class Bookkeeper:
         for part in status:
             for lsn, slices in part.get("slices", {}).items():
                 found.setdefault((part["generation"], lsn), set()).update(slices)
-        size = self.run.settings.workers.size
+        size = self.run.settings.workers.max
         complete = {CompressorSnapshot(*of, size) for of, slices in found.items() if len(slices) == size}
         fresh = sorted(complete - self._snapshots, key=lambda snapshot: snapshot.lsn)
         if fresh:

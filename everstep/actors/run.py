@@ -124,7 +124,7 @@ def launch(settings: JobSettings, *, resume: str | None, at: int | None = None) 
     layout = blueprint.layout
     intervals = derive_intervals(settings, layout.size, len(layout.shards))
     own = session.connect(settings)
-    copies = settings.workers.size if settings.compression.residual == "survivor" else 1
+    copies = settings.workers.max if settings.compression.residual == "survivor" else 1
     spec = RunSpec(
         to_dict(settings), resume, len(layout.ranges), blueprint.exactness, intervals, 4 * layout.size * copies,
         os.getpid() if own else None, at,

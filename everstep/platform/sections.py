@@ -125,16 +125,6 @@ class RunSettings(Section):
             )
         return store
 
-    @model_validator(mode="after")
-    def _now(self) -> Self:
-        if self.determinism == "bitwise":
-            raise Refused(
-                "determinism",
-                'expected "step", got "bitwise": the same bits at any world size come with resizing',
-                'write determinism = "step"; the bits are the same as long as the world size does not change',
-            )
-        return self
-
 
 class TaskSettings(OpenSection):
     """`[task]`: model, data and loss; `options` are the task's own settings, which it checks itself."""
@@ -167,29 +157,29 @@ class BatchSettings(Section):
 class WorkerSettings(Section):
     """`[workers]`: how many train, how many wait warm, what each needs."""
 
-    min: Count = 2
-    max: Count = 2
-    start: Annotated[int | None, EMPTY] = None
+    min: Count = 2  # below it the run waits
+    max: Count = 2  # up to it the run asks Ray for more
+    start: Annotated[int | None, EMPTY] = None  # how many it begins with; None = min
     spares: Amount = 1
     cpus: Annotated[float, Field(ge=0)] = 1.0
     gpus: Annotated[float, Field(ge=0)] = 0.0
-    hang_timeout_s: Positive = 30.0
-
-    @property
-    def size(self) -> int:
-        """The world size."""
-        return self.max
+    hang_timeout_s: Positive = 10.0
+    wait_timeout_s: Positive = 900.0  # for workers below min; a node of a cloud takes minutes
 
     @model_validator(mode="after")
-    def _fixed(self) -> Self:
-        if self.min != self.max:
+    def _ordered(self) -> Self:
+        if self.min > self.max:
             raise Refused(
                 "min",
-                f"expected workers.max = {self.max}, got {self.min}: the world size is fixed in this version",
-                f"set both, for instance workers.min = {self.max} and workers.max = {self.max}",
+                f"expected at most workers.max = {self.max}, got {self.min}",
+                f"set workers.max = {self.min} or more, or lower workers.min",
             )
-        if self.start not in (None, self.max):
-            raise Refused("start", f"expected {self.max} (workers.max), got {self.start}", "leave workers.start out")
+        if self.start is not None and not self.min <= self.start <= self.max:
+            raise Refused(
+                "start",
+                f"expected workers.min = {self.min} to workers.max = {self.max}, got {self.start}",
+                "leave workers.start out to begin with workers.min",
+            )
         if self.spares and self.gpus:
             raise Refused(
                 "spares",
@@ -337,12 +327,20 @@ class JobSettings(Section):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        size, slices, actors = self.workers.size, self.batch.micro_shards, self.checkpoint.actors
+        size, slices, actors = self.workers.max, self.batch.micro_shards, self.checkpoint.actors
         if slices < size:
             raise Refused(
                 "batch.micro_shards",
                 f"expected at least workers.max = {size}, got {slices}: each worker needs one",
                 f"set batch.micro_shards = {size} or more, or fewer workers",
+            )
+        compression = self.compression
+        if self.run.determinism == "bitwise" and compression.method != "none" and compression.residual != "replicated":
+            raise Refused(
+                "compression.residual",
+                f'expected "replicated" with run.determinism = "bitwise", got {compression.residual!r}: what each '
+                "worker chooses before the exchange depends on how many there are",
+                'set compression.residual = "replicated", or run.determinism = "step"',
             )
         for number, fault in enumerate(self.faults):
             limit, what = (actors, "checkpoint.actors") if fault.kind == "kill_checkpointer" else (size, "workers.max")

@@ -87,7 +87,7 @@ def _compressor_interval(settings: JobSettings, parameters: int, shards: int, ba
         return 0
     if check.compressor_interval != "auto":
         return check.compressor_interval
-    copies = settings.workers.size if compression.residual == "survivor" else 1
+    copies = settings.workers.max if compression.residual == "survivor" else 1
     sent = copies * compression.density if compression.residual == "survivor" else compression.density
     log = 8 * parameters * min(sent, 1.0) + RECORD_BYTES * shards
     left = BYTES_SHARE * 4 * STATE_FLOATS * parameters - log

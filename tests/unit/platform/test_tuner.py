@@ -37,7 +37,7 @@ def compressed(residual: str = "replicated", density: float = 0.01, **checkpoint
 
 def share(settings: JobSettings, parameters: int, shards: int, interval: int) -> float:
     """Bytes of log and snapshots a step, as a share of a full checkpoint."""
-    copies = settings.workers.size if settings.compression.residual == "survivor" else 1
+    copies = settings.workers.max if settings.compression.residual == "survivor" else 1
     named = min(1.0, settings.compression.density * copies)
     log = 8 * parameters * named + RECORD_BYTES * shards
     return (log + 4 * parameters * copies / interval) / (FULL * parameters)
