@@ -29,7 +29,7 @@ def adopt(run: RunContext, workers: Found, checkpointers: Found) -> bool:
     if not placed:
         return False
     run.group_epoch = max(status["group_epoch"] for status, _ in workers)
-    for place in range(run.settings.workers.size):
+    for place in range(run.settings.workers.max):
         run.crew.members.append(_member(*placed[place]) if place in placed else _lost())
     run.crew.spares = [_member(status, handle) for status, handle in workers if status["world_rank"] is None]
     for member in run.crew.members:

@@ -151,7 +151,7 @@ class Mechanism:
 
     def _start_actors(self) -> None:
         run, crew = self.run, self.run.crew
-        members = [crew.make() for _ in range(run.settings.workers.size)]
+        members = [crew.make() for _ in range(run.settings.workers.max)]
         run.checkpointers.start(run.chain, run.group_epoch)
         crew.fill_spares()
         for member in members:
