@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from everstep.attach import attach as attach
     from everstep.core.errors import EverstepError as EverstepError
     from everstep.core.errors import Failure as Failure
     from everstep.core.errors import UserError as UserError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "attach": "everstep.attach",
     "EverstepError": "everstep.core.errors",
     "UserError": "everstep.core.errors",
     "Failure": "everstep.core.errors",
@@ -25,7 +27,7 @@ _HOMES = {
     "load": "everstep.platform.settings",
 }
 
-__all__ = ["EverstepError", "Failure", "JobSettings", "UserError", "__version__", "load"]
+__all__ = ["EverstepError", "Failure", "JobSettings", "UserError", "__version__", "attach", "load"]
 
 
 def __getattr__(name: str) -> object:

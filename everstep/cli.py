@@ -19,13 +19,16 @@ import click
 import everstep
 from everstep import console
 from everstep.cli_chain import chain
+from everstep.cli_cluster import follow, stop, submit
 from everstep.cli_runs import runs
 from everstep.cli_shared import STORE_VARIABLE as STORE_VARIABLE
 from everstep.cli_shared import (
+    fault_option,
     json_option,
     located_step,
     open_run,
     run_argument_as,
+    seen_through,
     set_option,
     settings_of,
     shown,
@@ -50,7 +53,7 @@ class Command(click.Group):
         try:
             answer, code = super().main(words, *rest, **options), 0
             if isinstance(answer, dict):
-                code = INTERRUPTED if answer.pop("interrupted", False) else 0
+                code = INTERRUPTED if answer.pop("interrupted", False) else int(answer.get("exit_code", 0))
             else:
                 answer, code = None, answer if isinstance(answer, int) else 0
         except Exception as error:  # the last place that can still say something
@@ -106,7 +109,7 @@ def ask(*words: str) -> dict[str, Any]:
 @main.command()
 @click.argument("job", metavar="JOB.toml")
 @set_option
-@click.option("--fault", "faults", multiple=True, metavar="KIND@STEP:K=V", help="Inject a fault; may be given often.")
+@fault_option
 @json_option
 def train(job: str, overrides: tuple[str, ...], faults: tuple[str, ...], as_json: bool) -> dict[str, Any]:
     """Start the run that JOB.toml describes and follow it to its end."""
@@ -174,8 +177,8 @@ def fork(run: str, new: str, store: str, overrides: tuple[str, ...], as_json: bo
     return facts
 
 
-main.add_command(chain)
-main.add_command(runs)
+for command in (chain, runs, submit, follow, stop):
+    main.add_command(command)
 
 
 @main.command()
@@ -192,15 +195,4 @@ def _follow(settings: JobSettings, how: str | None, as_json: bool, at: int | Non
     """Launch a run, watch it until it ends, and return its summary; `interrupted` tells that Ctrl-C ended it."""
     from everstep.actors.run import launch
 
-    again = shlex.join(["everstep", "resume", str(settings.run.name), "--store", settings.run.store])
-    handle = launch(settings, resume=how, at=at)
-    try:
-        state = console.follow(handle, settings.run.name or "", settings.run.steps, again, as_json)
-        summary: dict[str, Any] = handle.summary()
-    finally:
-        handle.close()
-    if not as_json:
-        console.summary(summary)
-    if state == "stopped":
-        console.note(f"stopped; go on with: {again}")
-    return summary | {"interrupted": state == "stopped"}
+    return seen_through(launch(settings, resume=how, at=at), settings, as_json)

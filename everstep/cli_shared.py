@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,6 +12,7 @@ from everstep import console
 from everstep.core.errors import UserError
 
 if TYPE_CHECKING:
+    from everstep.actors.run import Handle
     from everstep.platform.settings import JobSettings
     from everstep.storage.chain import Chain
     from everstep.storage.store import Store
@@ -31,6 +33,13 @@ def set_option(command: F) -> F:
     """Add `--set`."""
     return click.option(
         "--set", "overrides", multiple=True, metavar="A.B=C", help="Change a key of the job file; may be given often."
+    )(command)
+
+
+def fault_option(command: F) -> F:
+    """Add `--fault`."""
+    return click.option(
+        "--fault", "faults", multiple=True, metavar="KIND@STEP:K=V", help="Inject a fault; may be given often."
     )(command)
 
 
@@ -85,6 +94,37 @@ def located_step(run: str, store: str) -> tuple[str, str, int | None]:
     if at and not (step.isdecimal() and name):
         raise UserError(f"{run}: expected RUN@STEP, got the step {step!r}", hint="as in mine@1200")
     return store, name, int(step) if at else None
+
+
+def seen_through(handle: Handle, settings: JobSettings, as_json: bool, *, leave: bool = False) -> dict[str, Any]:
+    """Watch a run until it ends and return its summary; `interrupted` tells that Ctrl-C was the end.
+
+    Args:
+        handle: the run.
+        settings: of it.
+        as_json: leave stdout to the JSON object.
+        leave: Ctrl-C ends the watching, not the run.
+    """
+    name = settings.run.name or ""
+    again = resume_command(settings)
+    try:
+        state = console.follow(handle, name, settings.run.steps, again, as_json, leave=leave)
+        if state == console.LEFT:
+            console.note(f"no longer following; run {name} goes on")
+            return {"run": name, "interrupted": True}
+        summary: dict[str, Any] = handle.summary()
+    finally:
+        handle.close()
+    if not as_json:
+        console.summary(summary)
+    if state == "stopped":
+        console.note(f"stopped; go on with: {again}")
+    return summary | {"interrupted": state == "stopped"}
+
+
+def resume_command(settings: JobSettings) -> str:
+    """Return the command that goes on with a run."""
+    return shlex.join(["everstep", "resume", str(settings.run.name), "--store", settings.run.store])
 
 
 def open_run(store: str, run: str) -> Chain:

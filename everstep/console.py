@@ -21,6 +21,7 @@ from everstep.core import clock
 POLL_S = 0.1
 LINE_EVERY_S = 5.0
 ENDED = frozenset({"done", "failed", "stopped"})
+LEFT = "left"  # what `follow` returns when the user stopped following a run that goes on
 
 
 class Followed(Protocol):
@@ -33,28 +34,30 @@ class Followed(Protocol):
         """Ask the run to end after the step in flight."""
 
 
-class _Interrupts:
+class Interrupts:
     """Counts Ctrl-C: the first one asks, the second one raises `KeyboardInterrupt` at once."""
 
     def __init__(self) -> None:
         self.asked = False
 
     def __call__(self, number: int, frame: object) -> None:
+        """Take one SIGINT."""
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
 
 
 @contextlib.contextmanager
-def _interrupts() -> Iterator[_Interrupts]:
-    interrupts = _Interrupts()
+def interrupts() -> Iterator[Interrupts]:
+    """Count Ctrl-C while the context lasts, instead of being stopped by it."""
+    counted = Interrupts()
     try:
-        before = signal.signal(signal.SIGINT, interrupts)
+        before = signal.signal(signal.SIGINT, counted)
     except ValueError:  # not the main thread: Ctrl-C does not come here
-        yield interrupts
+        yield counted
         return
     try:
-        yield interrupts
+        yield counted
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -125,10 +128,11 @@ def _facts(now: Mapping[str, Any]) -> str:
     return "  ".join(filter(None, parts))
 
 
-def follow(handle: Followed, run: str, steps: int, again: str, as_json: bool) -> str:
+def follow(handle: Followed, run: str, steps: int, again: str, as_json: bool, *, leave: bool = False) -> str:
     """Show a run until it ends and return its last state.
 
-    The first Ctrl-C asks the run to stop after its step; the second one raises.
+    The first Ctrl-C asks the run to stop after its step, the second one raises; with `leave` the first one is the end
+    of following, and the run goes on.
 
     Args:
         handle: the run.
@@ -136,13 +140,14 @@ def follow(handle: Followed, run: str, steps: int, again: str, as_json: bool) ->
         steps: its length.
         again: the command that resumes it, to print.
         as_json: leave stdout to the JSON object.
+        leave: only look.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed twice.
     """
     bar = sys.stdout.isatty() and not as_json
     shown, stopping = 0, False
-    with _interrupts() as interrupts, _Bar(run, steps) if bar else _Lines(run, steps) as view:
+    with interrupts() as pressed, _Bar(run, steps) if bar else _Lines(run, steps) as view:
         while True:
             now = handle.progress()
             for text in now["events"][shown:]:
@@ -151,7 +156,9 @@ def follow(handle: Followed, run: str, steps: int, again: str, as_json: bool) ->
             view.show(now)
             if now["state"] in ENDED:
                 return str(now["state"])
-            if interrupts.asked and not stopping:
+            if pressed.asked and leave:
+                return LEFT
+            if pressed.asked and not stopping:
                 stopping = True
                 view.line(f"stopping after this step ... (Ctrl-C again gives up at once; resume with: {again})")
                 handle.stop()

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.actors.context import RunContext
-from everstep.actors.crew import Member
 from everstep.actors.environment import NAMESPACE, ray
+from everstep.actors.member import Member
 from everstep.actors.spec import RunResult, actor_name
 from everstep.core import clock
 
@@ -25,13 +25,13 @@ def find(run: str) -> tuple[Found, Found]:
 
 def adopt(run: RunContext, workers: Found, checkpointers: Found) -> bool:
     """Take living actors over and have the workers come out of their group; False if none has a place in it."""
-    placed = {status["world_rank"]: (status, handle) for status, handle in workers if status["world_rank"] is not None}
+    placed = sorted((found for found in workers if found[0]["world_rank"] is not None), key=_place)
     if not placed:
         return False
     run.group_epoch = max(status["group_epoch"] for status, _ in workers)
-    for place in range(run.settings.workers.max):
-        run.crew.members.append(_member(*placed[place]) if place in placed else _lost())
-    run.crew.spares = [_member(status, handle) for status, handle in workers if status["world_rank"] is None]
+    missing = placed[0][0]["world_size"] - len(placed)
+    run.crew.members = [_member(*found) for found in placed] + [_lost() for _ in range(missing)]
+    run.crew.newcomers.adopt([_member(status, handle) for status, handle in workers if status["world_rank"] is None])
     for member in run.crew.members:
         if member.result is None:
             member.actor.end_epoch.remote(run.group_epoch)
@@ -49,6 +49,11 @@ def _adopt_checkpointers(run: RunContext, found: Found) -> None:
         run.checkpointers.status = [mine[index][0] for index in sorted(mine)]
     else:
         run.renew_checkpointers()
+
+
+def _place(found: tuple[dict[str, Any], Any]) -> tuple[int, int]:
+    """Those of the last group first, by world rank: the fault handler may have died while one was formed."""
+    return -found[0]["group_epoch"], found[0]["world_rank"]
 
 
 def _answering(names: list[str], prefix: str) -> Found:

@@ -82,12 +82,13 @@ class Bookkeeper:
             self.run.notebook.do(lambda chain: chain.name_bases(fresh))
 
     def _name_snapshots(self, status: list[dict[str, Any]]) -> None:
-        found: dict[tuple[int, int], set[int]] = {}  # by the generation that wrote them: the status may be an old one
+        found: dict[
+            CompressorSnapshot, set[int]
+        ] = {}  # by the generation that wrote them: the status may be an old one
         for part in status:
-            for lsn, slices in part.get("slices", {}).items():
-                found.setdefault((part["generation"], lsn), set()).update(slices)
-        size = self.run.settings.workers.max
-        complete = {CompressorSnapshot(*of, size) for of, slices in found.items() if len(slices) == size}
+            for (lsn, of), slices in part.get("slices", {}).items():
+                found.setdefault(CompressorSnapshot(part["generation"], lsn, of), set()).update(slices)
+        complete = {snapshot for snapshot, slices in found.items() if len(slices) == snapshot.slices}
         fresh = sorted(complete - self._snapshots, key=lambda snapshot: snapshot.lsn)
         if fresh:
             self._snapshots |= complete

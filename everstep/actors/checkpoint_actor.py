@@ -38,6 +38,7 @@ from everstep.training.restore import plan_records, read_residual, restore
 from everstep.training.shard_state import ShardState, to_batches
 
 IDLE_S = 0.05  # how often the writer looks whether something has become due
+LEND_S = 30.0  # for so long after the state was taken the records after it are kept, for whoever catches up
 RETRY_S = 0.25  # how long it leaves a store alone that has just refused
 
 
@@ -100,10 +101,10 @@ class CheckpointActor:
         taken = self.replica.put(group_epoch, lsn, records, complete)
         return self._ack(refused=not taken)
 
-    def put_residual(self, group_epoch: int, lsn: int, number: int, data: pa.Buffer) -> None:
-        """Take one slice of a compressor snapshot: fp32, the slice's part of the residual."""
+    def put_residual(self, group_epoch: int, lsn: int, number: int, of: int, data: pa.Buffer) -> None:
+        """Take one slice of a compressor snapshot, the `number`th of `of`: fp32, its part of the residual."""
         if group_epoch >= self.replica.group_epoch:
-            self.writer.take_residual(lsn, number, data)
+            self.writer.take_residual(lsn, number, of, data)
 
     def begin_epoch(self, group_epoch: int, keep: int | None = None) -> Ack:
         """Refuse older group epochs; drop provisional records above `keep`. Raises as `ready`."""
@@ -128,7 +129,7 @@ class CheckpointActor:
             "received": self.replica.received(),
             "durable": self.replica.durable(),
             "merged": self.replica.merged(),
-            "slices": {lsn: sorted(numbers) for lsn, numbers in self.writer.slices.copy().items()},
+            "slices": {key: sorted(numbers) for key, numbers in self.writer.slices.copy().items()},
             "proved": list(self.bases.proved),
             "tails": self.chain.tails(),
             "costs": self._costs(),
@@ -168,20 +169,32 @@ class CheckpointActor:
         """Return (lsn, tensors) of the owned shards: merged now, or restored from the store at an older `lsn`."""
         with self.replica.merge_lock:
             if lsn is None:
+                self.replica.lend(LEND_S)
                 lsn = self.replica.complete
-                states = [self.replica.merge(shard) for shard in self.spec.shards]
+                states = [self.replica.merge(shard, lsn) for shard in self.spec.shards]  # it may have grown since
             else:
                 states = list(restore(self.chain, self.blueprint, target=lsn, shards=self.spec.shards)[0].values())
             return lsn, to_arrays({n: t for state in states for n, t in state.state.tensors().items()})
 
     @control
+    def records(self, after: Mapping[int, int]) -> tuple[int, dict[int, list[pa.Buffer]]] | None:
+        """Return (complete lsn, packed records above `after` by owned shard); None: some are here no more."""
+        self.replica.lend(LEND_S)
+        with self.replica.merge_lock:
+            complete = self.replica.complete
+            found = {shard: self.replica.held(shard, after[shard], complete) for shard in self.spec.shards}
+        if any(batches is None for batches in found.values()):
+            return None
+        return complete, {shard: [batch.serialize() for batch in batches or ()] for shard, batches in found.items()}
+
+    @control
     def digests(self) -> tuple[int, dict[str, str]]:
         """Return (lsn, digest of every tensor) of the merged state."""
         with self.replica.merge_lock:
-            out: dict[str, str] = {}
+            lsn, out = self.replica.complete, dict[str, str]()
             for shard in self.spec.shards:
-                out |= self.replica.merge(shard).state.tensor_digests()
-            return self.replica.complete, out
+                out |= self.replica.merge(shard, lsn).state.tensor_digests()
+            return lsn, out
 
     @control
     def expect_recomputed(self, after: int) -> None:

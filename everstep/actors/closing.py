@@ -60,7 +60,7 @@ def _tails(run: RunContext, last: int) -> dict[str, str]:
 
 def _live_digest(run: RunContext) -> str:
     found = {run.crew.ask(member, "digest") for member in run.crew.members}
-    if len(found) > 1 and run.exactness == "bitwise":
+    if len(found) > 1:
         raise StateMismatch(
             f"the workers ended with different states: {sorted(found)}",
             hint="processors or libraries differ between the workers' nodes",
@@ -114,7 +114,7 @@ def summarise(run: RunContext, digest: str, durable: int, wall_seconds: float) -
         "run": run.name,
         "steps": last,
         "generation": run.chain.manifest.generation,
-        "world_sizes": run.world_sizes,
+        "world_sizes": [size for _, size in run.sizes],
         "loss_first": _first_loss(run) if run.checkpointers else workers[0]["loss_first"],
         "loss_last": workers[0]["loss_last"],
         "digest": digest,

@@ -18,10 +18,12 @@ from everstep.core.errors import GroupBroken, StoreError
 from everstep.platform.settings import JobSettings, from_dict
 from everstep.platform.tuner import Intervals
 from everstep.storage.chain import Chain
+from everstep.training.history import size_name, sizes
 from everstep.training.recipe import Recipe
 
 LOGGER = logging.getLogger("everstep")
 STORE_RETRY_S = 0.5
+EXACTNESS = ("bitwise", "close", "warm")  # from the strongest promise to the weakest
 T = TypeVar("T")
 
 
@@ -61,7 +63,8 @@ class RunContext:
     checkpointers: Checkpointers
     exactness: str
     group_epoch: int = 0
-    world_sizes: list[int] = field(default_factory=list)
+    least: int = 1  # workers; below it the run waits
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # (step, world size since then), oldest first
     lines: list[str] = field(default_factory=list)
     chain: Chain = field(init=False)
     notebook: Notebook = field(init=False)
@@ -76,8 +79,12 @@ class RunContext:
         shards = spread(spec.shards, actors) if actors else ()
         every = spec.intervals.compressor_interval if actors else 0
         worker = WorkerSpec(spec.settings, "", shards, every, spec.killable)
-        crew, checkpointers = Crew(settings, worker), Checkpointers(settings, shards, spec.intervals, spec.killable)
-        return cls(spec, settings, recipe_of(settings), crew, checkpointers, spec.exactness)
+        checkpointers = Checkpointers(settings, shards, spec.intervals, spec.killable)
+        crew = Crew(settings, worker, lambda line: run.tell(line))
+        run = cls(
+            spec, settings, recipe_of(settings), crew, checkpointers, spec.exactness, least=settings.workers.min
+        )
+        return run
 
     @property
     def name(self) -> str:
@@ -91,6 +98,7 @@ class RunContext:
         self.healings = Healings(chain, self.notebook, injected=bool(self.settings.faults))
         self.bookkeeper = Bookkeeper(self)
         self.exactness = chain.manifest.exactness
+        self.sizes = sizes(chain.events())
 
     def renew_checkpointers(self) -> None:
         """Take the log over as a new generation, with new checkpoint actors in the place of all."""
@@ -112,10 +120,24 @@ class RunContext:
         self.renew_checkpointers()
         self.healings.formed()
 
-    def become_warm(self) -> None:
-        """Some state was restarted: say so from now on, also in the log."""
-        self.exactness = "warm"
-        self.notebook.do(lambda chain: chain.update(exactness="warm"))
+    def become(self, exactness: str) -> None:
+        """Say from now on, also in the log, that the run is no more than `close`, or `warm`: never more than it was."""
+        if EXACTNESS.index(exactness) > EXACTNESS.index(self.exactness):
+            self.exactness = exactness
+            self.notebook.do(lambda chain: chain.update(exactness=exactness))
+
+    def formed(self, lsn: int, size: int) -> None:
+        """Note the world size from the step after `lsn` on."""
+        before = self.sizes[-1][1] if self.sizes else None
+        if before == size:
+            return
+        self.sizes.append((lsn, size))
+        generation = self.chain.manifest.generation
+        self.notebook.event(size_name(lsn, generation), {"lsn": lsn, "generation": generation, "size": size})
+        if before is not None and self.settings.run.determinism == "step":
+            self.become("close")
+        if before is not None:
+            self.tell(f"world size {before} -> {size} after step {lsn} ({self.exactness})")
 
     def patiently(self, act: Callable[[], T]) -> T:
         """Return what `act` returns; a store that refuses is waited for, as long as one is (storage_timeout_s).

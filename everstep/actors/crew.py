@@ -1,127 +1,50 @@
-"""The workers of a run as the fault handler sees them: who is in the group, who waits as a spare, who is lost."""
+"""The group of a run as the fault handler sees it: who is in it, how far each is, who is lost."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import psutil
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from everstep.actors.environment import ray, start
-from everstep.actors.spec import Formation, Formed, RunResult, WorkerSpec, actor_name
-from everstep.actors.train_worker import TrainWorker
+from everstep.actors.environment import ray
+from everstep.actors.member import Member, plain
+from everstep.actors.newcomers import Newcomers
+from everstep.actors.nodes import draining
+from everstep.actors.spec import Formation, Formed, RunResult, WorkerSpec
 from everstep.core import clock
 from everstep.core.errors import EverstepError, GroupBroken, RunFailed
-from everstep.core.ids import new_id
 from everstep.platform.settings import JobSettings
 from everstep.platform.states import WorkerFacts
 
 PROBE_S = 1.0  # how long a process may take to answer its control thread before it is taken for lost
 FORM_S = 60.0
 ANSWER_S = 120.0  # a state may have to be moved first
-READY_S = 300.0
-TRIES = 3
-
-
-@dataclass
-class Member:
-    """One worker actor."""
-
-    identity: str
-    actor: Any
-    pid: int = 0
-    node: str = ""
-    run: Any = None  # the reference of its current `form` or `run` call
-    formed: Formed | None = None  # what it said when the present group was formed
-    result: RunResult | None = None
-    lsn: int = 0
-    entered: int = 0
-    beats: int = 0
-    heard: float = 0.0  # when its control thread last answered
 
 
 class Crew:
-    """Makes, forms, watches and replaces workers.
+    """Forms, watches and ends the group.
 
     Args:
         settings: the job.
-        spec: what each worker is built from; its identity is filled in here.
+        spec: what each worker is built from.
+        tell: called with what a person should know.
     """
 
-    def __init__(self, settings: JobSettings, spec: WorkerSpec) -> None:
-        self.settings, self.spec = settings, spec
+    def __init__(self, settings: JobSettings, spec: WorkerSpec, tell: Callable[[str], None]) -> None:
+        self.settings = settings
         self.members: list[Member] = []  # by world rank
-        self.spares: list[Member] = []
+        self.newcomers = Newcomers(settings, spec, tell)
         self.latest: Mapping[str, Any] = {}  # what the member that answered last said of itself
         self.last_progress = clock.monotonic()
         self._probes: dict[str, Any] = {}
         self._probed = 0.0
 
-    # ---- making ----
-
-    def make(self) -> Member:
-        """Start a worker actor; it is not ready yet."""
-        identity = new_id()
-        workers, run = self.settings.workers, self.settings.run.name or ""
-        spec = WorkerSpec(**{**vars(self.spec), "identity": identity})
-        name = actor_name(run, "worker/", identity)
-        actor = start(TrainWorker, spec, name=name, num_cpus=workers.cpus, num_gpus=workers.gpus or None)
-        return Member(identity, actor)
-
-    def fill_spares(self) -> None:
-        """Start as many spares as the settings ask for; they get ready in the background."""
-        while len(self.spares) < self.settings.workers.spares:
-            self.spares.append(self.make())
-
-    def replacement(self) -> Member:
-        """Return a worker to put in a lost one's place: a spare that is ready, else the first to become so."""
-        for _ in range(TRIES):
-            if not self.spares:
-                self.spares.append(self.make())
-            refs = {spare.actor.ready.remote(): spare for spare in self.spares}
-            done, _ = ray.wait(list(refs), num_returns=1, timeout=READY_S)
-            member = refs[done[0]] if done else self.spares[0]
-            self.spares.remove(member)
-            try:
-                self.greet(member)
-                return member
-            except RunFailed as error:
-                last = error
-        raise last
-
-    def greet(self, member: Member) -> None:
-        """Wait until a worker is built and learn where it runs.
-
-        Raises:
-            RunFailed: it cannot be built, or Ray finds no place for it.
-        """
-        try:
-            status = ray.get(member.actor.status.remote(), timeout=READY_S)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from error
-        except ray.exceptions.RayActorError as error:
-            said = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-            raise RunFailed(f"a worker could not be built: {said}", hint="see the cause above") from error
-        except ray.exceptions.GetTimeoutError as error:
-            workers = self.settings.workers
-            raise RunFailed(
-                f"no worker became ready within {READY_S:.0f} s: Ray has no room for workers.cpus = {workers.cpus:g}, "
-                f"workers.gpus = {workers.gpus:g}",
-                hint="look at `ray status`; add nodes, or lower workers.max or what a worker asks for",
-            ) from error
-        member.pid, member.node, member.heard = status["pid"], status["node"], clock.monotonic()
-
     # ---- running ----
 
     def retune(self, compressor_interval: int) -> None:
         """Have all workers, and those that come later, take compressor snapshots at this interval."""
-        self.spec = replace(self.spec, compressor_interval=compressor_interval)
-        for member in [*self.members, *self.spares]:
+        self.newcomers.retune(replace(self.newcomers.spec, compressor_interval=compressor_interval))
+        for member in self.members:
             member.actor.retune.remote(compressor_interval)
 
     def form(self, group_epoch: int, rendezvous: tuple[str, int], checkpointers: Sequence[Any]) -> list[Formed]:
@@ -153,6 +76,12 @@ class Crew:
             raise GroupBroken("the group broke while it formed")
         return [member.formed for member in self.members if member.formed]
 
+    def pause(self, group_epoch: int) -> None:
+        """Ask the group to stop after the same step."""
+        for member in self.members:
+            if member.actor is not None:
+                member.actor.request_stop.remote(group_epoch)
+
     def run(self, until: int, evaluate_first: bool) -> None:
         """Set every member running."""
         for member in self.members:
@@ -172,7 +101,7 @@ class Crew:
 
     def facts(self) -> tuple[WorkerFacts, ...]:
         """Return what is known of every member."""
-        now, out = clock.monotonic(), []
+        now, out, going = clock.monotonic(), [], draining()
         for place, member in enumerate(self.members):
             result = member.result
             out.append(
@@ -183,8 +112,10 @@ class Crew:
                     member.lsn,
                     member.entered,
                     answers=now - member.heard < 4 * PROBE_S,
+                    computing=member.computing and now - member.heard < PROBE_S,
                     message=result.message if result else "",
                     error=result.error if result else None,
+                    leaves_s=going.get(member.node),
                 )  # fmt: skip
             )
         return tuple(out)
@@ -207,7 +138,7 @@ class Crew:
         """End a group epoch: members in `kill` are killed, the others come out of their runs, or are killed."""
         for member in self.members:
             if member.identity in kill:
-                self.kill(member)
+                member.kill()
             elif member.result is None or member.result.outcome != "dead":
                 member.actor.end_epoch.remote(group_epoch)
         limit = clock.monotonic() + self.settings.workers.hang_timeout_s
@@ -223,7 +154,7 @@ class Crew:
             if isinstance(answer, Formed):
                 member.result = RunResult("broken", answer.lsn)
         elif clock.monotonic() > limit or not self._answers(member):
-            self.kill(member)
+            member.kill()
 
     def _answers(self, member: Member) -> bool:
         try:
@@ -232,14 +163,6 @@ class Crew:
             return False
         return True
 
-    def kill(self, member: Member) -> None:
-        """Make sure that a worker is gone, also a stopped process, which Ray's own kill does not reach."""
-        if member.actor is not None:
-            ray.kill(member.actor, no_restart=True)
-        if member.pid:
-            kill_process(member.node, member.pid)
-        member.result = RunResult("dead", member.lsn)
-
     def _collect(self, member: Member) -> RunResult | Formed:
         """Take what a member's call returned, or that the process is gone."""
         try:
@@ -247,7 +170,11 @@ class Crew:
         except ray.exceptions.RayActorError:
             answer = RunResult("dead", member.lsn)
         except ray.exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, EverstepError) else RunFailed(str(error))
+            cause = (
+                error.cause
+                if isinstance(error.cause, EverstepError)
+                else RunFailed(plain(error), hint="this is a defect of everstep, or of the library it names")
+            )
             answer = RunResult("failed", member.lsn, str(cause), cause)
         if isinstance(answer, RunResult):
             member.result, member.lsn = answer, max(answer.lsn, 0)
@@ -277,28 +204,12 @@ class Crew:
         if status["lsn"] > member.lsn or status["beats"] > member.beats:
             self.last_progress = member.heard
         member.lsn, member.beats = max(member.lsn, status["lsn"]), status["beats"]
-        member.entered = status["entered"]
+        member.entered, member.computing = status["entered"], status["computing"]
         self.latest = dict(status)
 
     def close(self) -> None:
         """Kill every worker."""
-        for member in [*self.members, *self.spares]:
-            self.kill(member)
-        self.members, self.spares = [], []
-
-
-def kill_process(node: str, pid: int) -> None:
-    """SIGKILL one of Ray's worker processes by its id, on whatever node it is."""
-    if node == ray.get_runtime_context().get_node_id():
-        _kill_here(pid)
-        return
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    ray.remote(num_cpus=0, max_retries=0)(_kill_here).options(scheduling_strategy=strategy).remote(pid)
-
-
-def _kill_here(pid: int) -> None:
-    try:
-        if "ray::" in " ".join(psutil.Process(pid).cmdline()):  # never a process that took over the number
-            os.kill(pid, signal.SIGKILL)
-    except (psutil.NoSuchProcess, ProcessLookupError):
-        return
+        for member in self.members:
+            member.kill()
+        self.members = []
+        self.newcomers.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import replace
 from typing import Any
 
 from everstep.actors.context import RunContext, RunSpec
@@ -19,6 +20,7 @@ from everstep.core import clock
 from everstep.core.errors import RunFailed
 from everstep.platform.controller import Controller
 from everstep.platform.policies import FailurePolicy
+from everstep.platform.scaling import ScalingPolicy
 from everstep.platform.states import Ended, name_of
 
 LINGER_S = 600.0
@@ -34,14 +36,15 @@ class FaultHandler:
 
     def __init__(self, spec: RunSpec) -> None:
         self.run = RunContext.of(spec)
-        self.mechanism = Mechanism(self.run)
         check, workers = self.run.settings.checkpoint, self.run.settings.workers
+        scaling = ScalingPolicy(workers.min, workers.max, workers.spares, self.run.settings.batch.micro_shards)
+        self.mechanism = Mechanism(self.run, scaling)
         policy = FailurePolicy(
             hang_timeout_s=workers.hang_timeout_s,
             storage_timeout_s=check.storage_timeout_s,
             stop_on_storage_loss=check.on_storage_loss == "stop",
         )
-        self.controller = Controller(self.mechanism, policy, self.run.tell)
+        self.controller = Controller(self.mechanism, policy, scaling, self.run.tell)
         self.ended: Ended | None = None
         self._ending: dict[str, Any] = {}  # the progress at the end, when the actors are gone
         threading.Thread(target=self._live, name="controller", daemon=True).start()
@@ -70,6 +73,13 @@ class FaultHandler:
     def stop(self) -> None:
         """Stop after the step that is under way, with everything durable."""
         self.mechanism.stop()
+
+    @control
+    def scale(self, least: int, most: int) -> None:
+        """Train with other bounds from the next border on: workers join, or leave, until they hold."""
+        scaling = replace(self.controller.scaling, least=least, most=most)
+        self.run.least, self.mechanism.scaling, self.controller.scaling = least, scaling, scaling
+        self.run.tell(f"the run was asked to train with {least} to {most} workers")
 
     @control
     def summary(self) -> dict[str, Any]:

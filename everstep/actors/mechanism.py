@@ -7,13 +7,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from everstep.actors import adoption, closing, recovery
+from everstep.actors import adoption, closing, recovery, roster
 from everstep.actors.context import RunContext
 from everstep.actors.environment import ray
+from everstep.actors.healing import Healing
 from everstep.actors.spec import how_of, key_id_of, store_of
 from everstep.core import clock
 from everstep.core.errors import GroupBroken, StoreError
-from everstep.platform.states import Facts, Regroup, ReplaceCheckpointers
+from everstep.platform.scaling import ScalingPolicy
+from everstep.platform.states import Ask, Facts, Prepare, Regroup, ReplaceCheckpointers, Scaling
 from everstep.storage.chain import Chain
 from everstep.training.history import evaluation_name, evaluations, rewind_name
 
@@ -26,15 +28,17 @@ class Mechanism:
 
     Args:
         run: the run; its log is opened by `start`.
+        scaling: how many workers it would have; may be replaced.
     """
 
-    def __init__(self, run: RunContext) -> None:
-        self.run = run
+    def __init__(self, run: RunContext, scaling: ScalingPolicy) -> None:
+        self.run, self.scaling = run, scaling
         host = "0.0.0.0" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self._rendezvous: Any = dist.TCPStore(host, 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
         self.address = (str(ray.util.get_node_ip_address()), int(self._rendezvous.port))
         self.summary: dict[str, Any] | None = None
         self.stop_asked = False
+        self._pausing = False
         self._found_dead = False  # the run neither ended nor was stopped: all that ran it is gone
         self._started = clock.monotonic()
 
@@ -45,50 +49,78 @@ class Mechanism:
         if workers:
             run.open_log(Chain.open(store, run.name))
             if adoption.adopt(run, workers, checkpointers):
-                self.regroup(Regroup("the fault handler was restarted", "fault_handler_lost"))
+                self.regroup(Regroup("the fault handler was restarted", "fault_handler_lost", size=self.scaling.target))
                 return
         run.open_log(self._begin_log(store))
         self._start_actors()
 
     def observe(self) -> Facts:
         """Look at everybody, waiting a moment for something to happen."""
-        crew = self.run.crew
+        run, crew = self.run, self.run.crew
         crew.look(LOOK_S)
-        self.run.checkpointers.look()
+        crew.newcomers.look()
+        run.checkpointers.look()
         self._account()
-        self.run.bookkeeper.look()
-        if self.stop_asked:
-            self.stop()
-        return Facts(crew.facts(), self.run.checkpointers.facts(), clock.monotonic() - crew.last_progress)
+        run.bookkeeper.look()
+        if self._pausing or self.stop_asked:
+            crew.pause(run.group_epoch)
+        step_s = crew.latest.get("step_s")
+        return Facts(
+            crew.facts(),
+            run.checkpointers.facts(),
+            clock.monotonic() - crew.last_progress,
+            crew.newcomers.facts(),
+            pausing=self._pausing,
+            stop_asked=self.stop_asked,
+            left_s=step_s * (run.settings.run.steps - run.lsn()) if step_s else None,
+        )
 
     def stop(self) -> None:
         """Ask the workers to stop after the same step."""
         self.stop_asked = True
-        for member in self.run.crew.members:
-            member.actor.request_stop.remote()
+        self.run.crew.pause(self.run.group_epoch)
+
+    def resize(self, decision: Scaling) -> None:
+        """Begin what a scaling decision asks for."""
+        newcomers = self.run.crew.newcomers
+        if isinstance(decision, Ask):
+            newcomers.ask(decision.count)
+        elif isinstance(decision, Prepare):
+            newcomers.prepare(decision.count, self.run.checkpointers.actors)
+        else:
+            self._pausing = True
+            self.run.crew.pause(self.run.group_epoch)
 
     def regroup(self, decision: Regroup) -> None:
-        """Form the group anew: survivors go on, spares take the places of the lost, all get the highest state."""
+        """Form the group anew: survivors go on, newcomers join or take the places of the lost, all get one state."""
         run, crew = self.run, self.run.crew
         crew.end_epoch(run.group_epoch, decision.kill)
+        self._pausing = False
         run.group_epoch += 1
         run.ensure_checkpointers()
         survivors = [m for m in crew.members if m.result is not None and m.result.outcome != "dead"]
         whole = [m for m in survivors if m.result is not None and m.result.lsn >= 0]  # those with the run's state
+        lost = len(survivors) < len(crew.members)
         finished = run.lsn()
-        healing = run.healings.begin(decision.kind, finished + 1, "survivor" if whole else "replica", run.exactness)
+        healing = self._healing(decision, "survivor" if whole else "replica")
         if whole:
-            recovery.complete_log(run, whole, max(m.lsn for m in whole))
-        lost = [place for place, member in enumerate(crew.members) if member not in survivors]
-        for place in lost:
-            crew.members[place] = crew.replacement()
+            leaving = any(member.identity in decision.leave for member in whole)
+            recovery.complete_log(run, whole, max(m.lsn for m in whole), flush=lost or leaving)
+        roster.fill(run, decision, survivors, lambda: self.stop_asked)
         if whole and lost and run.recipe.keeps_residual and run.recipe.residual == "survivor":
-            run.become_warm()  # a residual of one's own dies with its worker
+            run.become("warm")  # a residual of one's own dies with its worker
+        if healing is not None:
             healing.exactness = run.exactness
         if not whole:
-            known = max(finished, healing.step - 1) if healing.injected else finished
+            known = max(finished, healing.step - 1) if healing and healing.injected else finished
             recovery.load_state(run, healing, known, how_of(run.settings))
         self._form()
+
+    def _healing(self, decision: Regroup, tier: str) -> Healing | None:
+        """Open the account of what was lost; None: nothing was."""
+        if decision.kind == "resize":
+            return None
+        return self.run.healings.begin(decision.kind, self.run.lsn() + 1, tier, self.run.exactness)
 
     def replace_checkpointers(self, decision: ReplaceCheckpointers) -> None:
         """Take the log over with new checkpoint actors; training goes on, workers resend what is not durable."""
@@ -150,13 +182,15 @@ class Mechanism:
         return chain
 
     def _start_actors(self) -> None:
-        run, crew = self.run, self.run.crew
-        members = [crew.make() for _ in range(run.settings.workers.max)]
+        run, crew, workers = self.run, self.run.crew, self.run.settings.workers
+        if self.scaling.target < workers.max:
+            run.tell(
+                f"workers.max = {workers.max} is no faster than {self.scaling.target}: a step has "
+                f"{run.settings.batch.micro_shards} micro-shards"
+            )
         run.checkpointers.start(run.chain, run.group_epoch)
-        crew.fill_spares()
-        for member in members:
-            crew.greet(member)
-        crew.members = members
+        crew.newcomers.ask(self.scaling.target + workers.spares)
+        crew.members = roster.first(run, self.scaling.target, lambda: self.stop_asked)
         healing = run.healings.begin("cluster_lost", 0, "store", run.exactness) if self._found_dead else None
         finished = healing.step - 1 if healing and healing.injected else 0
         recovery.load_state(run, healing, finished, run.spec.resume or "resume")
@@ -166,15 +200,13 @@ class Mechanism:
         run = self.run
         answers = run.crew.form(run.group_epoch, self.address, run.checkpointers.actors)
         run.healings.formed()
-        lsn, size = answers[0].lsn, len(answers)
+        lsn = answers[0].lsn
         if any(answer.drifted for answer in answers):
             run.tell(f"step {lsn}: a worker's state differed from world rank 0's and was replaced")
-        if not run.world_sizes or run.world_sizes[-1] != size:
-            run.world_sizes.append(size)
+        run.formed(lsn, len(answers))
         every = run.settings.eval.every
         due = bool(every and lsn and lsn % every == 0 and not self._evaluated(lsn))
         run.crew.run(run.settings.run.steps, due)
-        run.crew.fill_spares()
 
     def _evaluated(self, lsn: int) -> bool:
         try:

@@ -1,14 +1,15 @@
 """A process group that is formed and re-formed inside living actors, and never waits without a bound.
 
 No wait blocks in C++: it polls, and leaves as soon as the fault handler ends the group epoch. (So there are no
-point-to-point operations: gloo completes those only inside `wait`.) An operation that is still in flight then goes to a
-graveyard together with its group and buffers: a stopped peer may wake and finish it, and a group's destructor may wait
-for its operations.
+point-to-point operations: gloo completes those only inside `wait`. Its all-to-all is polled like any collective.) An
+operation that is still in flight then goes to a graveyard together with its group and buffers: a stopped peer may wake
+and finish it, and a group's destructor may wait for its operations.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -51,6 +52,7 @@ class ProcessGroup:
         self.world_rank, self.world_size = world_rank, world_size
         self.device = device
         self.entered = 0  # collectives begun: the worker that lags behind here is the one that hangs
+        self.left = 0  # and those that came to their end
         self._over = over
         prefix = dist.PrefixStore(  # type: ignore[attr-defined]
             f"group-epoch-{group_epoch}", store
@@ -76,6 +78,13 @@ class ProcessGroup:
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         self._wait(lambda group: group.allgather([parts], [tensor]), tensor, parts)
         return parts
+
+    def all_to_all(self, tensor: torch.Tensor, outgoing: Sequence[int], incoming: Sequence[int]) -> torch.Tensor:
+        """Return what every worker sent to this one, by world rank; see `training.group.Group`."""
+        out, counts = tensor.new_empty(sum(incoming)), (list(incoming), list(outgoing))
+        options = dist.AllToAllOptions()
+        self._wait(lambda group: group.alltoall_base(out, tensor, *counts, options), tensor, out)
+        return out
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Fill `tensor` on every worker with what world rank `source` has in it."""
@@ -108,6 +117,7 @@ class ProcessGroup:
                 polls += 1
                 clock.sleep(0 if polls < SPINS else PAUSE_S)
             work.wait()
+            self.left += 1
         except RuntimeError as error:
             self.close()
             raise GroupBroken(f"a collective failed: {str(error).splitlines()[0]}") from error

@@ -7,18 +7,25 @@ from typing import Any
 import numpy as np
 
 from everstep.actors.context import RunContext
-from everstep.actors.crew import Member
 from everstep.actors.healing import Healing
+from everstep.actors.member import Member
 from everstep.core.errors import ChainError, ChainGap, RunFailed
 from everstep.storage.manifest import CompressorSnapshot
 from everstep.storage.plan import plan_restore, reachable
+from everstep.training.history import sizes_between
 from everstep.training.restore import best_snapshot
 
 
-def complete_log(run: RunContext, whole: list[Member], top: int) -> None:
+def complete_log(run: RunContext, whole: list[Member], top: int, *, flush: bool) -> None:
     """Have the log hold every finished step: only then may anybody read a replica.
 
     Survivors resend what is missing, of any shard. What nobody holds any more is replaced by a base from a survivor.
+
+    Args:
+        run: the run.
+        whole: the workers that have its state.
+        top: the last finished step.
+        flush: have it written, too: somebody who held undurable records is gone, or goes.
     """
     if not run.checkpointers:
         return
@@ -31,7 +38,8 @@ def complete_log(run: RunContext, whole: list[Member], top: int) -> None:
     if min(have.values()) < top:
         rebase(run, next(member for member in whole if member.lsn == top), min(have.values()) + 1)
     run.checkpointers.ask("advance", top)
-    run.checkpointers.ask("flush", 10.0)  # a dead worker's undurable records are now in one place only
+    if flush:
+        run.checkpointers.ask("flush", 10.0)  # a dead worker's undurable records are now in one place only
 
 
 def rebase(run: RunContext, source: Member, first: int) -> None:
@@ -63,7 +71,7 @@ def load_state(run: RunContext, healing: Healing | None, finished: int, how: str
         ChainGap: "exact" is asked for and the log has a gap behind the last snapshot.
     """
     if not run.checkpointers:
-        if run.world_sizes:
+        if run.sizes:
             raise RunFailed(
                 "all workers are lost and there is no log (checkpoint.actors = 0)", hint="set checkpoint.actors = 1"
             )
@@ -79,7 +87,7 @@ def load_state(run: RunContext, healing: Healing | None, finished: int, how: str
     else:
         _send_state(run, None, None)
         if run.recipe.keeps_residual and complete > 0:
-            run.become_warm()
+            run.become("warm")
     if healing is not None:
         healing.steps_lost, healing.steps_recomputed = max(finished - complete, 0), complete - start
         healing.exactness = run.exactness
@@ -102,15 +110,27 @@ def _recomputable(run: RunContext, complete: int, how: str) -> tuple[CompressorS
         reached = min(reachable(manifest, listing, shard, later) for shard in manifest.shards)
     except ChainError:
         reached = -1
-    if reached >= complete:
+    why = "the log has a gap there" if reached < complete else _other_sizes(run, snapshot, lsn, complete)
+    if not why:
         return snapshot, lsn
-    what = (
-        f"steps {lsn + 1} to {complete} cannot be recomputed from the last compressor snapshot: the log has a gap there"
-    )
+    what = f"steps {lsn + 1} to {complete} cannot be recomputed from the last compressor snapshot: {why}"
     if how == "exact":
         raise ChainGap(f"run {run.name!r}: {what}", hint=f"everstep resume {run.name} without --exact (warm)")
     run.tell(what)
     return None
+
+
+def _other_sizes(run: RunContext, snapshot: CompressorSnapshot | None, lsn: int, complete: int) -> str:
+    """Return why the present world size would not lead to the logged bits; "" if it does."""
+    present = len(run.crew.members)
+    if run.recipe.residual == "survivor" and snapshot is not None and snapshot.slices != present:
+        return f"the snapshot has a residual for each of {snapshot.slices} workers, there are {present}"
+    used = sizes_between(run.sizes, lsn, complete)
+    if run.settings.run.determinism == "step" and used - {present}:
+        return (
+            f'they were taken by {", ".join(map(str, sorted(used)))} workers, there are {present} (determinism "step")'
+        )
+    return ""
 
 
 def _load_exact(run: RunContext, snapshot: CompressorSnapshot | None, lsn: int) -> int:
@@ -124,11 +144,6 @@ def _load_exact(run: RunContext, snapshot: CompressorSnapshot | None, lsn: int) 
     if run.recipe.residual == "replicated":
         _send_state(run, lsn, np.concatenate([parts[number] for number in range(snapshot.slices)]))
         return lsn
-    if snapshot.slices != len(members):
-        raise RunFailed(
-            f"the compressor snapshot at step {lsn} is of {snapshot.slices} workers, there are {len(members)}",
-            hint="resume with the world size of the snapshot, or without --exact (warm)",
-        )
     for place, member in enumerate(members):
         run.crew.ask(member, "load_residual", lsn, parts[place])
     _send_state(run, lsn, None)

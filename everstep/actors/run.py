@@ -12,7 +12,7 @@ from everstep.actors.environment import NAMESPACE, ray, start
 from everstep.actors.fault_handler import FaultHandler
 from everstep.actors.spec import actor_name, how_of, key_id_of, recipe_of, store_of
 from everstep.core import clock
-from everstep.core.errors import RunExists, RunFailed, SettingsError
+from everstep.core.errors import EverstepError, RunExists, RunFailed, SettingsError, UserError
 from everstep.platform.settings import JobSettings, differences, from_dict, to_dict
 from everstep.platform.tuner import derive_intervals
 from everstep.storage.chain import Chain
@@ -23,23 +23,30 @@ from everstep.training.blueprint import Blueprint
 SCHEDULE_STEPS = 10_000  # as far as a schedule is tried out before the run starts
 ENDED = ("done", "failed", "stopped")
 PATIENCE_S = 60.0  # how long the fault handler may be away before the driver gives up on it
+FAREWELL_S = 3.0
+PARTING_S = 0.5
+LOOK_S = 0.1
+HEAD = {"node:__internal_head__": 0.001}
+"""A place on the head: that is no spot instance, and without it all is lost anyway."""
 
 
 class Handle:
-    """A run that was launched. The driver only submits and follows: the run does not need it.
+    """A run that was launched, or found. The driver only submits and follows: the run does not need it.
 
     Args:
         handler: the fault handler actor.
         own: whether the Ray cluster was started by this process.
-        steps: how many the run is to take.
+        settings: of the run.
+        joined: somebody else launched it.
     """
 
-    def __init__(self, handler: Any, own: bool, steps: int) -> None:
-        self._handler, self._own = handler, own
+    def __init__(self, handler: Any, own: bool, settings: JobSettings, *, joined: bool = False) -> None:
+        self.settings = settings
+        self._handler, self._own, self._joined = handler, own, joined
         self._heard = clock.monotonic()
         self._last: dict[str, Any] = dict.fromkeys(("loss", "steps_per_s"))
         self._last |= dict.fromkeys(("lsn", "world_size", "complete_lsn", "durable_lsn"), 0)
-        self._last |= {"state": "starting", "steps": steps, "events": [], "message": ""}
+        self._last |= {"state": "starting", "steps": settings.run.steps, "events": [], "message": ""}
 
     def progress(self) -> dict[str, Any]:
         """Return where the run stands; while the fault handler restarts, where it stood last.
@@ -50,7 +57,9 @@ class Handle:
         try:
             self._last, self._heard = self._call("progress", 5.0), clock.monotonic()
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-            if clock.monotonic() - self._heard > PATIENCE_S:
+            if found := self._stored():
+                self._last = self._last | {"state": found["state"], "lsn": found["steps"]}
+            elif clock.monotonic() - self._heard > PATIENCE_S:
                 raise RunFailed(f"the fault handler is gone: {error}", hint="`everstep resume` the run") from error
         return self._last
 
@@ -69,9 +78,32 @@ class Handle:
     def close(self) -> None:
         """End the run's actors, if it has ended, and leave the cluster."""
         if self._own or self._last["state"] in ENDED:
+            if self._joined:
+                self.left(FAREWELL_S)  # whoever launched the run wants its summary first, and then closes it
+            elif not self._own and self._last["state"] == "failed":
+                clock.sleep(PARTING_S)  # only the fault handler knows the error; let all who follow hear of it
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(self._handler.close.remote(), timeout=30)
         session.disconnect(self._own)
+
+    def left(self, patience_s: float = 30.0) -> list[str]:
+        """Wait for the run's actors to be gone; return the names of those that are not."""
+        deadline = clock.monotonic() + patience_s
+        while (found := _actors(self.settings.run.name or "")) and clock.monotonic() < deadline:
+            clock.sleep(LOOK_S)
+        return found
+
+    def _stored(self) -> dict[str, Any] | None:
+        """Return the summary from the store, if the run has ended and somebody else closed it; else None."""
+        name = self.settings.run.name or ""
+        if actor_name(name, "handler") in _actors(name):
+            return None  # it is only being restarted
+        with contextlib.suppress(EverstepError):
+            chain = Chain.open(store_of(self.settings), name)
+            told = chain.events("summary-")
+            if told and (newest := told[max(told)])["generation"] == chain.manifest.generation:
+                return dict(newest)
+        return None
 
     def _call(self, method: str, timeout_s: float) -> Any:
         try:
@@ -85,9 +117,45 @@ class Handle:
             try:
                 return self._call(method, PATIENCE_S)
             except ray.exceptions.RayActorError as error:
+                if found := self._stored():
+                    return found
                 if clock.monotonic() > deadline:
                     raise RunFailed("the fault handler is gone", hint="`everstep resume` the run") from error
                 clock.sleep(0.5)
+
+
+def join(name: str) -> Handle:
+    """Return the handle of a run that somebody launched in the cluster in `RAY_ADDRESS`, or on this machine.
+
+    Raises:
+        ClusterGone: there is no such cluster.
+        UserError: nobody runs a run of this name there.
+    """
+    session.join()
+    try:
+        handler = ray.get_actor(actor_name(name, "handler"), namespace=NAMESPACE)
+        stored = ray.get(handler.__ray_call__.remote(_settings_of), timeout=PATIENCE_S)
+    except (ValueError, ray.exceptions.RayActorError) as error:
+        running = sorted({known.removesuffix("/handler") for known in _actors("") if known.endswith("/handler")})
+        raise UserError(
+            f"nobody runs {name!r} in the Ray cluster at {ray.get_runtime_context().gcs_address}; "
+            f"running there: {', '.join(running) or 'nothing'}",
+            hint=f"go on with it: everstep resume {name} --store STORE; "
+            "or name the cluster that runs it: RAY_ADDRESS=host:port, or --address URL",
+        ) from error
+    return Handle(handler, False, from_dict(stored, where=f"run {name}"), joined=True)
+
+
+def _settings_of(handler: Any) -> dict[str, Any]:
+    """Return what a fault handler runs; called inside it."""
+    return dict(handler.run.spec.settings)
+
+
+def _actors(run: str) -> list[str]:
+    """Return the names of the living actors of a run; "": of all runs."""
+    known = ray.util.list_named_actors(all_namespaces=True)
+    prefix = actor_name(run, "") if run else ""
+    return [item["name"] for item in known if item["namespace"] == NAMESPACE and item["name"].startswith(prefix)]
 
 
 def launch(settings: JobSettings, *, resume: str | None, at: int | None = None) -> Handle:
@@ -131,8 +199,8 @@ def launch(settings: JobSettings, *, resume: str | None, at: int | None = None) 
     )  # fmt: skip
     name = actor_name(settings.run.name or "", "handler")
     _clear(name)
-    handler = start(FaultHandler, spec, name=name, get_if_exists=True)
-    return Handle(handler, own, settings.run.steps)
+    handler = start(FaultHandler, spec, name=name, get_if_exists=True, resources=HEAD)
+    return Handle(handler, own, settings)
 
 
 def _clear(name: str) -> None:

@@ -123,9 +123,9 @@ class Sender:
         ):
             self._recent_bytes -= _size(self.recent.popleft())
 
-    def offer_residual(self, lsn: int, number: int, data: pa.Buffer) -> None:
-        """Take this worker's slice of a compressor snapshot; `data` must not change any more."""
-        self._inbox.put(lambda: self._hand_over_residual(lsn, number, data))
+    def offer_residual(self, lsn: int, number: int, of: int, data: pa.Buffer) -> None:
+        """Take this worker's slice of a compressor snapshot, one `of` so many; `data` must not change any more."""
+        self._inbox.put(lambda: self._hand_over_residual(lsn, number, of, data))
 
     def lags(self, owned: Sequence[int], finished: int) -> dict[int, int]:
         """Return, for each owned shard, how many finished steps its checkpoint actor has not acknowledged."""
@@ -187,10 +187,10 @@ class Sender:
             self._send(actor, result.lsn, records, complete)
             self._at("after_send", result.lsn)
 
-    def _hand_over_residual(self, lsn: int, number: int, data: pa.Buffer) -> None:
+    def _hand_over_residual(self, lsn: int, number: int, of: int, data: pa.Buffer) -> None:
         actor = number % len(self._actors)
         if actor not in self._down:  # else this snapshot stays incomplete and is never named
-            self._actors[actor].put_residual.remote(self._epoch, lsn, number, data)
+            self._actors[actor].put_residual.remote(self._epoch, lsn, number, of, data)
 
     def _send(self, actor: int, lsn: int, records: list[tuple[int, pa.Buffer]], complete: int) -> None:
         if actor in self._down:

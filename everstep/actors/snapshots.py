@@ -37,6 +37,6 @@ class Snapshots:
         part = residual
         if self.replicated:
             part = residual[residual.numel() * place // size : residual.numel() * (place + 1) // size]
-        self.sender.offer_residual(lsn, place, pa.py_buffer(bytes(tensor_bytes(part))))
+        self.sender.offer_residual(lsn, place, size, pa.py_buffer(bytes(tensor_bytes(part))))
         self.seconds = clock.monotonic() - started
         self.sender.stalled += self.seconds

@@ -32,6 +32,7 @@ def recipe_of(settings: JobSettings) -> Recipe:
         micro_shards=settings.batch.micro_shards,
         loader_workers=settings.batch.loader_workers,
         skips=settings.batch.skips,
+        determinism=settings.run.determinism,
         optimizer=settings.optimizer.name,
         optimizer_options=settings.optimizer.options,
         scheduler=scheduler.name if scheduler else None,

@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 
+from everstep.actors.catching_up import Shadow
 from everstep.actors.environment import NAMESPACE, actor, control, ray
 from everstep.actors.injector import Injector, kill_tree
+from everstep.actors.levelling import Levelled, Standing, level
 from everstep.actors.moving import from_arrays, to_arrays
 from everstep.actors.notebook import Notebook
 from everstep.actors.process_group import ProcessGroup, connect
 from everstep.actors.sender import Sender
 from everstep.actors.snapshots import Snapshots
 from everstep.actors.spec import Formation, Formed, RunResult, WorkerSpec, actor_name, begun_here, recipe_of, store_of
-from everstep.actors.state_transfer import delta_crc, give_state, take_state
+from everstep.actors.state_transfer import delta_crc
 from everstep.actors.times import Times
 from everstep.compressors import build_compressor
 from everstep.core import clock
@@ -38,6 +40,7 @@ from everstep.training.history import evaluation_name
 from everstep.training.record import StepResult
 from everstep.training.state import combine_digests
 from everstep.training.train_step import TrainStep
+from everstep.training.tree import share
 
 
 @actor(max_restarts=0)
@@ -67,6 +70,7 @@ class TrainWorker:
         self._mine: range = range(0)
         self._last: StepResult | None = None
         self._whole = False  # whether the state is the run's; a fresh worker's is only a place to put it
+        self._shadow: Shadow | None = None  # of a newcomer that catches up
         self._unbuilt: EverstepError | None = None
         try:
             self._build()
@@ -129,9 +133,11 @@ class TrainWorker:
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
             "world_rank": formation.world_rank if formation else None,
+            "world_size": formation.world_size if formation else 0,
             "group_epoch": formation.group_epoch if formation else -1,
             "lsn": self._lsn(),
             "entered": self.group.entered if self.group else 0,
+            "computing": self.group is not None and self.group.entered == self.group.left,
             "beats": self.train_step.beats,
             "loss": self.loss[1],
             "step_s": self.times.recent(),
@@ -153,9 +159,10 @@ class TrainWorker:
             self._over.set()
 
     @control
-    def request_stop(self) -> None:
-        """Ask the whole group to stop after the same step."""
-        self._stopping = True
+    def request_stop(self, group_epoch: int) -> None:
+        """Ask the whole group of this epoch to stop after the same step."""
+        if self.formation is not None and self.formation.group_epoch == group_epoch:
+            self._stopping = True
 
     @control
     def connect_checkpointers(self, checkpointers: Sequence[Any]) -> None:
@@ -175,6 +182,12 @@ class TrainWorker:
         """Return once whatever this worker did before has ended: a new fault handler's first question."""
         return RunResult("broken", self._lsn(), "the fault handler was restarted")
 
+    def prepare(self, checkpointers: Sequence[Any]) -> int:
+        """Take the replica's state and the records after it, while the others train; return the step reached."""
+        self._shadow = Shadow(self.blueprint, checkpointers)
+        self._shadow.approach()
+        return self._shadow.lsn
+
     def begin(self) -> None:
         """Take this worker's first state for the run's: only for a run without a log."""
         self._whole = True
@@ -188,6 +201,7 @@ class TrainWorker:
             residual: fp32 array (n,), or None for zero.
         """
         tensors = {name: tensor for part in parts for name, tensor in from_arrays(part).items()}
+        self._shadow = None
         self.state.load(tensors, lsn)
         self.train_step.exchange.adopt(lsn, None if residual is None else torch.tensor(residual))
         self._settle(int(combine_digests(self.state.tensor_digests())[:15], 16))
@@ -196,11 +210,22 @@ class TrainWorker:
         """Take over this worker's own residual (fp32, (n,)), which `form` then leaves alone."""
         self.train_step.exchange.preload(lsn, torch.tensor(residual))
 
+    def residual(self) -> Any:
+        """Return a copy of this worker's own residual (fp32, (n,)), which it leaves to another; None without one."""
+        residual = self.train_step.exchange.residual
+        return None if residual is None else residual.detach().cpu().numpy().copy()
+
+    def inherit(self, residual: Any) -> None:
+        """Add what a leaving worker had not sent (fp32, (n,)) to what this one has not."""
+        own = self.train_step.exchange.residual
+        assert own is not None
+        own += torch.tensor(residual, device=own.device)
+
     def form(self, formation: Formation, checkpointers: Sequence[Any]) -> Formed | RunResult:
         """Join a new group, give or take the state where somebody is behind, and go to the next step."""
         if formation.group_epoch <= self._ended_epoch:
             return RunResult("broken", self._lsn(), f"group epoch {formation.group_epoch} has ended")
-        self.formation = formation
+        self.formation, self._stopping = formation, False
         self._over.clear()
         if formation.group_epoch <= self._ended_epoch:  # ended between the question and the clearing
             self._over.set()
@@ -269,14 +294,15 @@ class TrainWorker:
         self.group = ProcessGroup(
             store, formation.group_epoch, formation.world_rank, formation.world_size, self.device, self._over
         )
-        received, drifted = self._level(self.group)
+        self._catch_up()
+        levelled = self._level(self.group)
         micro, size, place = self.settings.batch.micro_shards, formation.world_size, formation.world_rank
-        self._mine = range(micro * place // size, micro * (place + 1) // size)
+        self._mine = share(micro, size, place)
         self._owned = tuple(s for s in self.sender.actor_of if s % size == place)
         self.checkpointers = list(checkpointers)
         self.sender.begin_epoch(formation.group_epoch, self._owned, self.checkpointers)
         self.loader.start(self.state.lsn + 1, self._mine)
-        return Formed(self.state.lsn, received, drifted)
+        return Formed(self.state.lsn, levelled.received, levelled.drifted)
 
     def _leave(self) -> None:
         """Leave the group, so that peers which wait for us come out at once."""
@@ -332,36 +358,27 @@ class TrainWorker:
             self._rendezvous = (address, connect(address))
         return self._rendezvous[1]
 
-    def _level(self, group: ProcessGroup) -> tuple[bool, bool]:
-        """Bring everybody to the highest finished step: nobody rolls back, who is behind gets the state.
+    def _catch_up(self) -> None:
+        """Take a newcomer's own copy as the state, brought to the border; what is wrong with it shows when levelled."""
+        if self._shadow is None:
+            return
+        try:
+            self._shadow.advance()
+        except (ray.exceptions.RayError, EverstepError):
+            return  # it is behind, then, and gets the state
+        if self._shadow.level():
+            self.state.load(self._shadow.tensors(), self._shadow.lsn)
 
-        Returns:
-            Whether this worker received it, and whether it had to although it had taken the same step.
-        """
-        mine = torch.tensor([self._lsn(), self._checksum()], dtype=torch.int64, device=self.device)
-        table = [(int(row[0]), int(row[1])) for row in group.all_gather(mine)]
-        top = max(lsn for lsn, _ in table)
-        if top < 0:
-            raise RunFailed("no worker has a whole state", hint="`everstep resume` the run from the store")
-        source = next(at for at, (lsn, _) in enumerate(table) if lsn == top)
-        behind = [at for at, row in enumerate(table) if row != table[source]]
+    def _level(self, group: ProcessGroup) -> Levelled:
+        """Come to the state of the group, or give it."""
+        joining, self._shadow = self._shadow is not None, None
+        skipped = self._last is not None and self._last.lsn == self.state.lsn and self._last.delta is None
+        standing = Standing(self.state.lsn if joining else self._lsn(), self._checksum(), joining, skipped)
         replicated = self.blueprint.recipe.residual == "replicated"
-        received = group.world_rank in behind
-        if behind and group.world_rank == source:
-            tensors = self.state.tensors()
-            residual = self.train_step.exchange.residual
-            if replicated and residual is not None:
-                tensors["residual"] = residual
-            skipped = self._last is not None and self._last.lsn == top and self._last.delta is None
-            give_state(group, {"lsn": top, "check": self._checksum(), "skipped": int(skipped)}, tensors)
-        elif behind:
-            facts, tensors = take_state(group, source)
-            residual = tensors.pop("residual", None)
-            if received:
-                self.state.load(tensors, facts["lsn"])
-                self.train_step.exchange.adopt(facts["lsn"], residual, skipped=bool(facts["skipped"]))
-                self._settle(facts["check"])
-        return received, received and table[group.world_rank][0] == top
+        levelled = level(group, self.state, self.train_step.exchange, standing, replicated=replicated)
+        if levelled.changed:
+            self._settle(levelled.check)
+        return levelled
 
     def _settle(self, check: int) -> None:
         """The state was replaced: what was derived from the old one is made anew."""

@@ -19,6 +19,7 @@ EverstepError
 │   │   └── StepNotKept       no round reaches that step any more (or yet)
 │   ├── Fenced                a newer generation owns the log; this writer must stop
 │   ├── StateMismatch         two copies that must have the same bits have not
+│   ├── ClusterGone           no Ray cluster answers where there was one, or should be
 │   └── RunFailed             the run stopped; the cause is in the message
 │       └── UserCodeFailed    the user's own code raised; their traceback comes first
 └── Interruption              not an error to show: a step was aborted and will be tried again
@@ -130,6 +131,10 @@ class Fenced(Failure):
 
 class StateMismatch(Failure):
     """Two copies that must have the same bits have not."""
+
+
+class ClusterGone(Failure):
+    """No Ray cluster answers where there was one, or should be one."""
 
 
 class RunFailed(Failure):

@@ -4,6 +4,7 @@ Starting ──> Running ──> Finishing ──> Ended
              │    ↑          │
              ↓    │          │ something was lost meanwhile
           Recovering <───────┘
+          Resizing            (steps are taken all the while)
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Protocol
 
 from everstep.core.errors import EverstepError, Interruption
 from everstep.platform.policies import FailurePolicy
+from everstep.platform.scaling import ScalingPolicy
 from everstep.platform.states import (
+    Ask,
     Budget,
     Decision,
     Ended,
@@ -22,12 +25,16 @@ from everstep.platform.states import (
     Finish,
     Finishing,
     Interrupted,
+    Pause,
+    Prepare,
     Recovering,
     Regroup,
     ReplaceCheckpointers,
+    Resizing,
     Running,
     Starting,
     State,
+    Wait,
 )
 
 
@@ -47,6 +54,9 @@ class Mechanism(Protocol):
     def replace_checkpointers(self, decision: ReplaceCheckpointers) -> None:
         """Put new checkpoint actors in the place of lost ones while training goes on."""
 
+    def resize(self, decision: Pause | Prepare | Ask) -> None:
+        """Begin what a scaling decision asks for; returns at once."""
+
     def finish(self, *, stopped: bool) -> None:
         """Make everything durable and close the log. `Interruption`: something was lost meanwhile."""
 
@@ -56,12 +66,15 @@ class Controller:
 
     Args:
         mechanism: carries decisions out.
-        policy: makes them.
+        policy: what to do about what was lost.
+        scaling: how many should train, and who.
         tell: called with one line whenever the decision changes.
     """
 
-    def __init__(self, mechanism: Mechanism, policy: FailurePolicy, tell: Callable[[str], None]) -> None:
-        self.mechanism, self.policy, self.tell = mechanism, policy, tell
+    def __init__(
+        self, mechanism: Mechanism, policy: FailurePolicy, scaling: ScalingPolicy, tell: Callable[[str], None]
+    ) -> None:
+        self.mechanism, self.policy, self.scaling, self.tell = mechanism, policy, scaling, tell
         self.state: State = Starting()
         self.budget = Budget()
 
@@ -82,9 +95,14 @@ class Controller:
             self.mechanism.start()
             return Running()
         if isinstance(state, Running):
-            return self._after(self.policy.decide(self.mechanism.observe(), self.budget))
+            facts = self.mechanism.observe()
+            return self._after(self.policy.decide(facts, self.budget), facts)
+        if isinstance(state, Resizing):
+            self.mechanism.resize(state.decision)
+            return Running()
         if isinstance(state, Interrupted):
-            return self._after(self.policy.interrupted(state.reason, self.mechanism.observe(), self.budget))
+            facts = self.mechanism.observe()
+            return self._after(self.policy.interrupted(state.reason, facts, self.budget), facts)
         if isinstance(state, Recovering):
             if isinstance(state.decision, Regroup):
                 self.mechanism.regroup(state.decision)
@@ -95,15 +113,19 @@ class Controller:
         self.mechanism.finish(stopped=state.stopped)
         return Ended(stopped=state.stopped)
 
-    def _after(self, decision: Decision) -> State:
+    def _after(self, decision: Decision, facts: Facts) -> State:
         """Return the state that a decision leads to."""
-        if isinstance(decision, Regroup | ReplaceCheckpointers):
-            self.tell(decision.reason)
+        if isinstance(decision, Wait):
+            decision = self.scaling.decide(facts)
+        if isinstance(decision, Wait):
+            return Running()
+        self.tell(decision.reason)
+        if isinstance(decision, Regroup):
+            return Recovering(self.scaling.placed(decision, facts))
+        if isinstance(decision, ReplaceCheckpointers):
             return Recovering(decision)
         if isinstance(decision, Finish):
-            self.tell(decision.reason)
             return Finishing(decision.stopped)
         if isinstance(decision, Fail):
-            self.tell(decision.reason)
             return Ended(decision.error)
-        return Running()
+        return Resizing(decision)

@@ -17,13 +17,15 @@ from everstep.platform.states import (
     WorkerFacts,
 )
 
+SLOW = 10  # times as long as a worker that hangs has one that answers and is busy with the task's own code
+
 
 @dataclass(frozen=True)
 class FailurePolicy:
     """Who must act decides what happens: user code stops the run, lost processes are replaced, a store is waited for.
 
     Args:
-        hang_timeout_s: no finished step for so long is a hang.
+        hang_timeout_s: no sign of progress for so long is a hang; `SLOW` times that where the task's code is busy.
         storage_timeout_s: a store that refuses for so long is lost.
         same_error: how often the user's code may raise at one step before it is believed.
         fruitless: recoveries without a finished step between them before the run gives up.
@@ -94,7 +96,9 @@ class FailurePolicy:
         if outcomes == {"finished"}:
             return Finish("all workers took the last step", stopped=False)
         if outcomes <= {"finished", "stopped"}:
-            return Finish("all workers stopped after the same step, as asked", stopped=True)
+            if facts.stop_asked:
+                return Finish("all workers stopped after the same step, as asked", stopped=True)
+            return Regroup(f"all workers paused after step {max(w.lsn for w in facts.workers)}", "resize")
         return None
 
     def _lost(self, facts: Facts, budget: Budget) -> Decision | None:
@@ -109,17 +113,26 @@ class FailurePolicy:
 
     def _checkpointers(self, facts: Facts) -> Decision | None:
         dead = tuple(checkpointer.index for checkpointer in facts.checkpointers if not checkpointer.alive)
-        if not dead:
-            return None
-        return ReplaceCheckpointers(f"checkpoint actor {', '.join(map(str, dead))} is gone", dead)
+        if dead:
+            return ReplaceCheckpointers(f"checkpoint actor {', '.join(map(str, dead))} is gone", dead)
+        leaving = tuple(checkpointer.index for checkpointer in facts.checkpointers if checkpointer.leaves)
+        if leaving:
+            return ReplaceCheckpointers(
+                f"checkpoint actor {', '.join(map(str, leaving))} has to leave its node", leaving
+            )
+        return None
 
     def _hang(self, facts: Facts, budget: Budget) -> Decision | None:
-        if facts.still_s <= self.hang_timeout_s:
-            return None
         suspects = suspects_of(facts.workers)
+        slow = any(worker.computing for worker in suspects or facts.workers)
+        limit = self.hang_timeout_s * (SLOW if slow else 1)
+        if facts.still_s <= limit:
+            return None
         names = ", ".join(str(worker.world_rank) for worker in suspects) or "nobody in particular"
+        times = f"{SLOW} x " if slow else ""
         reason = (
-            f"no progress for {facts.still_s:.1f} s (workers.hang_timeout_s = {self.hang_timeout_s:g}); suspect {names}"
+            f"no progress for {facts.still_s:.1f} s ({times}workers.hang_timeout_s = {self.hang_timeout_s:g}); "
+            f"suspect {names}"
         )
         return self._regroup(reason, "hang", facts, budget, tuple(worker.identity for worker in suspects))
 

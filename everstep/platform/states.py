@@ -19,8 +19,10 @@ class WorkerFacts:
         lsn: its last finished step, as far as known.
         entered: collectives it has begun in this group epoch.
         answers: whether its control thread answered lately.
+        computing: whether it was in the task's code when it last answered, not in a collective.
         message: for "error" the traceback, else a word.
         error: for "failed", what to raise.
+        leaves_s: seconds until its node is taken away; None if nobody wants it back.
     """
 
     identity: str
@@ -29,28 +31,65 @@ class WorkerFacts:
     lsn: int = 0
     entered: int = 0
     answers: bool = True
+    computing: bool = False
     message: str = ""
     error: EverstepError | None = None
+    leaves_s: float | None = None
+
+
+@dataclass(frozen=True)
+class NewcomerFacts:
+    """The workers outside the group, spares among them.
+
+    Attributes:
+        asked: how many there are in all, also those that Ray has no place for yet.
+        built: how many have everything built and could replace a lost one at once.
+        preparing: how many of the built ones are catching up with the group.
+        ready: how many of the built ones have caught up: they join at the next border.
+    """
+
+    asked: int = 0
+    built: int = 0
+    preparing: int = 0
+    ready: int = 0
 
 
 @dataclass(frozen=True)
 class CheckpointerFacts:
-    """One checkpoint actor: is it there, for how long has the store refused, did it meet something fatal."""
+    """One checkpoint actor: is it there, for how long has the store refused, did it meet something fatal.
+
+    `leaves`: its node is about to be taken away.
+    """
 
     index: int
     alive: bool = True
     store_error_s: float | None = None
     store_error: str = ""
     fatal: EverstepError | None = None
+    leaves: bool = False
 
 
 @dataclass(frozen=True)
 class Facts:
-    """One look at a run. `still_s`: seconds since any worker showed progress, or the group was formed."""
+    """One look at a run.
+
+    Attributes:
+        workers: the group, by world rank.
+        checkpointers: the checkpoint actors.
+        still_s: seconds since any worker showed progress, or the group was formed.
+        newcomers: who is not in the group.
+        pausing: whether the group was asked to stop at the next border, for whatever reason.
+        stop_asked: whether the run was asked to stop.
+        left_s: what the steps that are left take at the present speed; None: not known yet.
+    """
 
     workers: tuple[WorkerFacts, ...]
     checkpointers: tuple[CheckpointerFacts, ...] = ()
     still_s: float = 0.0
+    newcomers: NewcomerFacts = NewcomerFacts()
+    pausing: bool = False
+    stop_asked: bool = False
+    left_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,11 +101,21 @@ class Wait:
 
 @dataclass(frozen=True)
 class Regroup:
-    """Form the group anew; `kill` names members that are beyond help."""
+    """Form the group anew.
+
+    Attributes:
+        reason: why.
+        kind: what was lost, as in a healing; "resize": nothing was.
+        kill: members that are beyond help.
+        leave: members that go although they are well.
+        size: how many there may be then, newcomers included.
+    """
 
     reason: str
     kind: str
     kill: tuple[str, ...] = ()
+    leave: tuple[str, ...] = ()
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +124,29 @@ class ReplaceCheckpointers:
 
     reason: str
     indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Have all workers stop after the same step: the border at which some join or leave."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Have so many of the built newcomers catch up with the group."""
+
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Have so many workers outside the group, spares included: ask Ray for more, or give some back."""
+
+    reason: str
+    count: int
 
 
 @dataclass(frozen=True)
@@ -93,7 +165,8 @@ class Fail:
     error: EverstepError
 
 
-Decision = Wait | Regroup | ReplaceCheckpointers | Finish | Fail
+Scaling = Pause | Prepare | Ask
+Decision = Wait | Regroup | ReplaceCheckpointers | Scaling | Finish | Fail
 
 
 @dataclass(frozen=True)
@@ -104,6 +177,13 @@ class Starting:
 @dataclass(frozen=True)
 class Running:
     """Workers take steps."""
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """Workers take steps while the group is made ready to change."""
+
+    decision: Scaling
 
 
 @dataclass(frozen=True)
@@ -135,11 +215,12 @@ class Ended:
     stopped: bool = False
 
 
-State = Starting | Running | Recovering | Interrupted | Finishing | Ended
+State = Starting | Running | Resizing | Recovering | Interrupted | Finishing | Ended
 
 NAMES: dict[type, str] = {
     Starting: "starting",
     Running: "running",
+    Resizing: "running",
     Recovering: "recovering",
     Interrupted: "recovering",
     Finishing: "finishing",

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.core.errors import TaskError
 from everstep.tasks import Task, build_model, build_task
+from everstep.tasks.described import Described
 from everstep.training.layout import Layout, Slot, layout_of
 from everstep.training.optimizer import advance_scheduler, build_optimizer, build_scheduler, exactness
 from everstep.training.recipe import Recipe
@@ -37,6 +38,8 @@ class Blueprint:
     @property
     def exactness(self) -> str:
         """What a replay promises: "bitwise" or "close"."""
+        if isinstance(self.task, Described):
+            return self.task.replay
         return exactness(self.recipe.optimizer, self.recipe.optimizer_options)
 
     def live_state(self) -> TrainState:

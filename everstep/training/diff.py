@@ -39,6 +39,8 @@ def diff(chain: Chain, recipe: Recipe, a: int, b: int) -> dict[str, Any]:
             )
             for name in sorted({*before, *after}):
                 kind, _, short = name.partition("/")
+                if kind == "note":
+                    continue
                 rows[KINDS[kind]].append({"tensor": short, **_row(before.get(name), after.get(name), a, b)})
     out: dict[str, Any] = {"run": chain.run, "step_a": a, "step_b": b}
     out |= {f"{title}_relative": _relative(part) for title, part in rows.items()}

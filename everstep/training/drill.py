@@ -62,7 +62,7 @@ def drill_restore(
     digest = digest_of(states.values())
     other = live if chain.manifest.closing and plan.target == int(chain.manifest.closing["last_lsn"]) else None
     expected = other or (replayed.digest if replayed.step == plan.target else None)
-    exact = "close" not in (blueprint.exactness, chain.manifest.exactness)
+    exact = blueprint.exactness != "close"
     facts = {
         "step": plan.target,
         "digest": digest,

@@ -1,7 +1,8 @@
 """The exchange: from every worker's own gradient to the delta that all of them hold, by residual policy.
 
 One buffer travels: the gradient (dense) or the chosen elements (sparse), and behind it the *tail*: the loss, flags and
-counters, summed over workers. So a step costs one collective, and one more only when buffers changed.
+counters, summed over workers. So a step costs one collective, and one more only when buffers changed (each is two,
+an all-to-all and an all-gather, where sums go along the tree).
 
     replicated  exchange dense, then compress: same bits everywhere, shrinks the log, not the network
     survivor    compress, then exchange: shrinks both; every worker has a residual of its own
@@ -19,6 +20,7 @@ from everstep.compressors import Compressor, Sparse
 from everstep.training.delta import Ints
 from everstep.training.group import Group
 from everstep.training.layout import Layout
+from everstep.training.tree import Sums, tree_reduce
 
 
 class Tail:
@@ -50,7 +52,7 @@ class Reduced:
         residual: this worker's next residual (n,), not yet committed; None without error feedback.
         tail: the summed tail.
         finite: whether every value is.
-        network_bytes: sent by all workers together (ring algorithms).
+        network_bytes: sent by all workers together (ring algorithms; along the tree, what `tree_reduce` says).
     """
 
     values: torch.Tensor
@@ -101,15 +103,23 @@ class Exchange:
         self._turn = (self._turn + 1) % self._count
         return self._buffers[self._turn]
 
-    def stage(self, wire: torch.Tensor, group: Group, lsn: int) -> Reduced:
+    def stage(self, wire: torch.Tensor, group: Group, lsn: int, sums: Sums | None = None) -> Reduced:
         """Exchange `wire` (gradient, then tail; overwritten) for step `lsn` and return the result.
+
+        Args:
+            wire: (n + tail,), this worker's own; with `sums` only what its tail counts by worker is read.
+            group: the process group.
+            lsn: the step.
+            sums: wires of this worker's micro-shards, (n + tail,) each, to be added along the tree (overwritten);
+                None where the order of workers is order enough.
 
         Raises:
             Interruption: the group broke; nothing has changed.
         """
         self._pending = None
         if self.compressor is None or self.policy == "replicated":
-            return self._dense(wire, group)
+            return self._dense(wire, group, sums)
+        assert sums is None, self.policy  # refused in the settings: what a worker chooses depends on its share
         return self._sparse(wire, group, lsn)
 
     def commit(self, reduced: Reduced) -> None:
@@ -142,10 +152,14 @@ class Exchange:
             self.residual.zero_()
         self._pending = None
 
-    def _dense(self, wire: torch.Tensor, group: Group) -> Reduced:
+    def _dense(self, wire: torch.Tensor, group: Group, sums: Sums | None) -> Reduced:
         size = self.layout.size
-        group.all_reduce(wire)
-        sent = 2 * (group.world_size - 1) * wire.numel() * 4
+        if sums is None:
+            group.all_reduce(wire)
+            sent = 2 * (group.world_size - 1) * wire.numel() * 4
+        else:
+            sums.vectors[0][size:] += wire[size:]  # small integers: any place in the tree will do
+            sent = tree_reduce(sums.vectors, sums.micro_shards, group, wire)
         gradient, tail = wire[:size], wire[size:].clone()
         finite = _finite(gradient)
         if self.compressor is None or not finite:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -19,4 +20,14 @@ class Group(Protocol):
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every worker's `tensor` (equal shapes), by world rank."""
+        ...
+
+    def all_to_all(self, tensor: torch.Tensor, outgoing: Sequence[int], incoming: Sequence[int]) -> torch.Tensor:
+        """Send each worker its part of `tensor` and return what the others sent, one after the other by world rank.
+
+        Args:
+            tensor: (sum of outgoing,).
+            outgoing: elements for each world rank, in this order in `tensor`.
+            incoming: elements from each world rank.
+        """
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Events = Mapping[str, Mapping[str, Any]]
@@ -16,6 +16,27 @@ def evaluation_name(lsn: int, generation: int | None = None) -> str:
 def rewind_name(generation: int) -> str:
     """Return the event name of the going back with which a generation began."""
     return f"rewound-g{generation:06d}"
+
+
+def size_name(lsn: int, generation: int) -> str:
+    """Return the event name of a world size that holds from the step after `lsn` on."""
+    return f"size-g{generation:06d}-{lsn:012d}"
+
+
+def sizes(events: Events) -> list[tuple[int, int]]:
+    """Return the world sizes on the run's history as (step, world size after it), oldest first."""
+    rewinds = bodies(events, "rewound-")
+    out: list[tuple[int, int]] = []
+    for body in bodies(events, "size-"):
+        if not any(r["generation"] > body["generation"] and body["lsn"] > r["step"] for r in rewinds):
+            out = [*(pair for pair in out if pair[0] < body["lsn"]), (body["lsn"], body["size"])]
+    return out
+
+
+def sizes_between(pairs: Sequence[tuple[int, int]], after: int, last: int) -> set[int]:
+    """Return the world sizes that steps `after` + 1 to `last` were taken with, as `sizes` gives them."""
+    ends = [step for step, _ in pairs[1:]] + [last]
+    return {size for (step, size), end in zip(pairs, ends, strict=True) if end > after and step < last}
 
 
 def bodies(events: Events, prefix: str) -> list[dict[str, Any]]:

@@ -43,18 +43,18 @@ class LogWriter:
     ) -> None:
         self.chain, self.replica, self.bases = chain, replica, bases
         self.segment_steps, self.max_lag_s = segment_steps, max_lag_s
-        self.slices: dict[int, set[int]] = {}  # stored slices of compressor snapshots, by lsn
+        self.slices: dict[tuple[int, int], set[int]] = {}  # stored slices of snapshots, by (lsn, how many there are)
         self.put_s = 0.0  # how long the last segments took from being handed over to being durable
         self.cpu_a_cut = 0.0  # processor seconds that took
         self.bytes_per_step = 0.0  # of all owned shards' records, in the last segments
         self._gap = False
-        self._residuals: deque[tuple[int, int, pa.Buffer]] = deque()
+        self._residuals: deque[tuple[int, int, int, pa.Buffer]] = deque()
         self._lock = threading.Lock()
 
-    def take_residual(self, lsn: int, number: int, data: pa.Buffer) -> None:
-        """Keep one slice of a compressor snapshot (fp32) until it is written."""
+    def take_residual(self, lsn: int, number: int, of: int, data: pa.Buffer) -> None:
+        """Keep one slice of a compressor snapshot (fp32), the `number`th of `of`, until it is written."""
         with self._lock:
-            self._residuals.append((lsn, number, data))
+            self._residuals.append((lsn, number, of, data))
 
     def waiting(self) -> bool:
         """Whether anything complete is not written yet."""
@@ -98,10 +98,11 @@ class LogWriter:
     def _write_residual(self) -> bool:
         if not self._residuals:
             return False
-        lsn, number, data = self._residuals[0]
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.float32)
-        self.chain.put_compressor(lsn, number, to_batches({"residual": tensor}), {})
-        self.slices.setdefault(lsn, set()).add(number)
+        lsn, number, of, data = self._residuals[0]
+        if not any(key[0] == lsn and key[1] != of for key in self.slices):  # else the step was taken again by others
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.float32)
+            self.chain.put_compressor(lsn, number, to_batches({"residual": tensor}), {})
+            self.slices.setdefault((lsn, of), set()).add(number)
         with self._lock:
             self._residuals.popleft()
         return True

@@ -31,7 +31,7 @@ UNSUITED = {
     "LBFGS": "it evaluates the loss several times a step",
     "SparseAdam": "it takes sparse gradients only",
 }
-IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
+IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
 
 
 def optimizer_class(name: str) -> type[Optimizer]:

@@ -13,7 +13,8 @@ class Recipe:
 
     Two processes with equal recipes and equal state take equal steps. Sizes count samples; `clip_norm` is the
     largest L2 norm of the whole delta, None for no clipping; `shards` counts parameter shards, the step's own
-    shard 0 not included; `skips` names batches that are left out, as (step, batches after it).
+    shard 0 not included; `skips` names batches that are left out, as (step, batches after it); `determinism` is "step"
+    (the same bits while the world size stays) or "bitwise" (at any world size).
     """
 
     task: str
@@ -36,6 +37,7 @@ class Recipe:
     on_nonfinite: str = "stop"
     digest_every: int = 50
     skips: tuple[tuple[int, int], ...] = ()
+    determinism: str = "step"
 
     @property
     def keeps_residual(self) -> bool:

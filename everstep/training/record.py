@@ -20,7 +20,7 @@ import torch
 
 from everstep.training.delta import Delta, ShardDelta
 from everstep.training.layout import Layout
-from everstep.training.state import tensor_bytes
+from everstep.training.state import NOTE, tensor_bytes
 
 DELTA_SCHEMA = pa.schema(
     [
@@ -160,9 +160,7 @@ def read_delta(batch: pa.RecordBatch) -> ShardDelta | None:
 
 
 def read_buffers(batch: pa.RecordBatch, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the changed buffers in a step record, shaped and typed as those in `like`."""
+    """Return the changed buffers in a step record, typed and, but for notes, shaped as those in `like`."""
     names, data = batch.column("buffer_names")[0].as_py(), batch.column("buffer_data")[0].as_py()
-    return {
-        name: torch.frombuffer(bytearray(raw), dtype=like[name].dtype).view(like[name].shape)
-        for name, raw in zip(names, data, strict=True)
-    }
+    flat = {n: torch.frombuffer(bytearray(raw), dtype=like[n].dtype) for n, raw in zip(names, data, strict=True)}
+    return {n: value if n.startswith(NOTE) else value.view(like[n].shape) for n, value in flat.items()}

@@ -33,6 +33,7 @@ class ShardLog:
         unwritten: records above the last cut, in order, with their time of arrival.
         bytes: of `unmerged`.
         logged: checksums of records that a recomputation must match, by lsn.
+        lent: merged records that are kept for somebody who catches up, by lsn.
     """
 
     received: int
@@ -42,6 +43,7 @@ class ShardLog:
     unwritten: list[tuple[int, pa.RecordBatch, float]] = field(default_factory=list)
     bytes: int = 0
     logged: dict[int, int] = field(default_factory=dict)
+    lent: dict[int, pa.RecordBatch] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Replica:
         self.mismatch: StateMismatch | None = None
         self.merge_lock = threading.Lock()
         self._replay_s: dict[int, float] = {}
+        self._lend_until = 0.0
         self._lock = threading.Lock()
 
     def received(self) -> dict[int, int]:
@@ -170,6 +173,7 @@ class Replica:
             with self._lock:
                 batch = log.unmerged.pop(state.lsn + 1)
                 log.bytes -= batch.nbytes
+                self._lend(log, state.lsn + 1, batch)
             try:
                 state.merge(batch)
             except StateMismatch as error:
@@ -178,6 +182,17 @@ class Replica:
         if state.lsn > first:
             self._replay_s[shard] = (clock.thread_cpu() - began) / (state.lsn - first)
         return state
+
+    def lend(self, seconds: float) -> None:
+        """Keep records for so long after they are merged: somebody takes the state now and the records after it."""
+        self._lend_until = clock.monotonic() + seconds
+
+    def held(self, shard: int, after: int, upto: int) -> list[pa.RecordBatch] | None:
+        """Return the records of a shard from `after` + 1 to `upto`, in order; None if some are here no more."""
+        with self._lock:
+            held = self.logs[shard].lent | self.logs[shard].unmerged
+            wanted = range(after + 1, upto + 1)
+            return [held[lsn] for lsn in wanted] if all(lsn in held for lsn in wanted) else None
 
     def replay_s(self) -> float:
         """Return the processor seconds that merging one step of all shards took of late; 0 before any was."""
@@ -203,6 +218,13 @@ class Replica:
             self.states[shard] = state
             self.logs[shard] = ShardLog(state.lsn, state.lsn)
             self.complete = max(self.complete, min(log.received for log in self.logs.values()))
+
+    def _lend(self, log: ShardLog, lsn: int, batch: pa.RecordBatch) -> None:
+        """Keep a merged record while it is lent, within the bytes of a backlog; drop all of them after that."""
+        if clock.monotonic() > self._lend_until or sum(b.nbytes for b in log.lent.values()) > BACKLOG_BYTES:
+            log.lent = {}
+        else:
+            log.lent[lsn] = batch
 
     def _take(self, shard: int, lsn: int, payload: pa.Buffer) -> None:
         log = self.logs[shard]

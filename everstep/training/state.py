@@ -1,6 +1,7 @@
 """The state that a step changes: parameters, optimizer state and buffers; a worker's own, or one shard's in a replica.
 
-Canonical names, which no sharding changes: `param/NAME`, `buffer/NAME`, `optimizer/NAME/KEY`.
+Canonical names, which no sharding changes: `param/NAME`, `buffer/NAME`, `optimizer/NAME/KEY`; and `note/KEY`, which is
+what a loop of one's own leaves with a step: JSON of any length, as bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch.optim import Optimizer
 from everstep.core.errors import StateMismatch
 from everstep.training import blocks
 from everstep.training.optimizer import set_hyper_parameters, spares_gradients
+
+NOTE = "note/"
 
 
 class TrainState:
@@ -92,7 +95,10 @@ class TrainState:
     def set_fixed(self, changed: Mapping[str, torch.Tensor]) -> None:
         """Give buffers their value after a step."""
         for name, value in changed.items():
-            self.fixed[name].copy_(value)
+            if name.startswith(NOTE):
+                self.fixed[name] = value
+            else:
+                self.fixed[name].copy_(value)
 
     def owns(self, full: str) -> bool:
         """Whether a tensor of this canonical name belongs to this state."""
@@ -136,6 +142,9 @@ class TrainState:
                 hint="use the task and the task settings that the run was started with",
             )
         for name, tensor in own.items():
+            if name.startswith(NOTE):
+                self.fixed[name] = tensors[name] if adopt else tensors[name].clone()
+                continue
             if tensor.shape != tensors[name].shape or tensor.dtype != tensors[name].dtype:
                 raise StateMismatch(
                     f"{name}: expected {tuple(tensor.shape)} {tensor.dtype}, the stored state has "
@@ -226,8 +235,9 @@ def combine_digests(digests: Mapping[str, str]) -> str:
 
 
 def named_fixed(model: nn.Module, trainable: set[str]) -> dict[str, torch.Tensor]:
-    """Return a model's persistent buffers and frozen parameters by canonical name."""
+    """Return a model's persistent buffers and frozen parameters, and the notes it has, by canonical name."""
     persistent = set(model.state_dict(keep_vars=True))
     buffers = {f"buffer/{n}": b for n, b in model.named_buffers() if n in persistent}
     frozen = {f"param/{n}": p.detach() for n, p in model.named_parameters() if n not in trainable}
-    return buffers | frozen
+    notes = {f"{NOTE}{key}": torch.empty(0, dtype=torch.uint8) for key in getattr(model, "everstep_notes", ())}
+    return buffers | frozen | notes

@@ -17,7 +17,7 @@ import torch
 from everstep.core import clock
 from everstep.core.errors import RunFailed
 from everstep.training.blueprint import Blueprint
-from everstep.training.buffers import Buffers
+from everstep.training.buffers import Buffers, TreeBuffers
 from everstep.training.data import batches_upto, to_device
 from everstep.training.delta import Delta, gradient_views, untouched, write_gradient
 from everstep.training.exchange import Exchange, Reduced, Tail, used_flags
@@ -26,6 +26,7 @@ from everstep.training.optimizer import advance_scheduler, hyper_parameters, spa
 from everstep.training.record import StepResult
 from everstep.training.seeding import seed_all, step_seed
 from everstep.training.state import TrainState, combine_digests, tensor_digest
+from everstep.training.tree import Sums
 
 POINTS = ("before_exchange", "after_exchange", "before_commit", "after_commit", "after_send")
 
@@ -62,7 +63,9 @@ class TrainStep:
     ) -> None:
         self.blueprint, self.state, self.exchange, self.tail, self.at = blueprint, state, exchange, tail, at
         self.recipe = blueprint.recipe
-        self.buffers = Buffers(blueprint.model, state.fixed, self.recipe.micro_shards)
+        bitwise, count = self.recipe.determinism == "bitwise", self.recipe.micro_shards
+        self.sums = Sums(count) if bitwise else None  # of gradient and tail, along the tree
+        self.buffers = (TreeBuffers if bitwise else Buffers)(blueprint.model, state.fixed, count)
         self.beats = 0  # micro-shards computed, evaluation included: a sign of life where no step ends for long
         self.torn = False  # a commit failed half-way: this state may not be used any more
         self.network_bytes = 0  # of the last step, by all workers together
@@ -112,7 +115,7 @@ class TrainStep:
             tail[self.tail.lag.start + shard] = lag
         tail[self.tail.stop] = float(stop)
         self.at("before_exchange", lsn)
-        reduced = self.exchange.stage(wire, group, lsn)
+        reduced = self.exchange.stage(wire, group, lsn, self.sums)
         self.at("after_exchange", lsn)
         staged = self._stage(reduced, group, lsn)
         self.at("before_commit", lsn)
@@ -125,10 +128,12 @@ class TrainStep:
         return result, reduced.tail
 
     def _gradients(self, wire: torch.Tensor, batches: Sequence[Any], mine: Sequence[int], lsn: int) -> None:
-        """Fill the wire with the summed gradient of my micro-shards, and note how they changed the buffers."""
+        """Sum the gradients of my micro-shards, in the wire or along the tree; note how they changed the buffers."""
         model, task, recipe = self.blueprint.model, self.blueprint.task, self.recipe
         size = self.exchange.layout.size
         wire[size:].zero_()
+        if self.sums is not None:
+            self.sums.clear()
         self.buffers.begin()
         model.train()
         model.zero_grad(set_to_none=True)
@@ -139,15 +144,28 @@ class TrainStep:
                 with autocast(recipe.autocast, self.exchange.device):
                     loss = task.loss(model, to_device(batch, self.exchange.device)) / recipe.micro_shards
                 loss.backward()  # type: ignore[no-untyped-call]
-                loss_sum += float(loss.detach())
+                if self.sums is None:
+                    loss_sum += float(loss.detach())
+                else:
+                    self._add_leaf(self.sums, micro_shard, float(loss.detach()))
                 self.buffers.collect(micro_shard)
                 self.beat()
         finally:
             self.buffers.put_back()
-        self._flatten(wire)
         tail = wire[size:]
-        tail[self.tail.loss] = loss_sum
+        if self.sums is None:
+            self._flatten(wire)
+            tail[self.tail.loss] = loss_sum
         tail[self.tail.changed] = torch.tensor(self.buffers.flags(), device=tail.device)
+
+    def _add_leaf(self, sums: Sums, micro_shard: int, loss: float) -> None:
+        """Add one micro-shard's gradient, flags and loss to the sums along the tree."""
+        size = self.exchange.layout.size
+        leaf = sums.spare(size + self.tail.size, self.exchange.device)
+        leaf[size:].zero_()
+        self._flatten(leaf)
+        leaf[size + self.tail.loss] = loss
+        sums.add((micro_shard, micro_shard + 1), leaf)
 
     @torch.no_grad()
     def _flatten(self, wire: torch.Tensor) -> None:
@@ -186,11 +204,10 @@ class TrainStep:
 
     def _exchange_buffers(self, tail: torch.Tensor, group: Group) -> dict[str, torch.Tensor]:
         """Reduce the buffers that changed on any worker, and return their new values."""
-        wire = self.buffers.wire(tail[self.tail.changed])
+        wire, sent = self.buffers.reduce(tail[self.tail.changed], group)
         if wire is None:
             return {}
-        group.all_reduce(wire)
-        self.network_bytes += 2 * (group.world_size - 1) * wire.numel() * 4
+        self.network_bytes += sent
         self.at("after_exchange", self.state.lsn + 1)
         return self.buffers.values(wire)
 

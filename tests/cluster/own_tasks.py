@@ -54,3 +54,44 @@ class Empty(Line):
 
     def dataset(self, split: str) -> Dataset[tuple[Tensor, ...]]:
         return TensorDataset(torch.zeros(0, 8), torch.zeros(0, 1))
+
+
+class Ledger:
+    """A model that counts: after any number of steps, parameter i is how often sample i was consumed.
+
+    Its gradient is -1/micro_shards for each time a sample is seen, so with SGD at lr = micro_shards and no clipping the
+    state itself is the ledger of the history that survived.
+
+    Args:
+        samples: how many there are.
+        seconds: how long a micro-shard takes at least.
+    """
+
+    def __init__(self, samples: int = 600, seconds: float = 0.0) -> None:
+        self.samples, self.seconds = samples, seconds
+
+    def model(self) -> nn.Module:
+        return _Counts(self.samples)
+
+    def dataset(self, split: str) -> Dataset[tuple[Tensor, ...]]:
+        return TensorDataset(torch.arange(self.samples))
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        clock.sleep(self.seconds)
+        return -model(batch[0]).sum()
+
+
+class _Counts(nn.Module):
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.counts = nn.Parameter(torch.zeros(samples))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.counts[ids]
+
+
+class Normed(Line):
+    """A model with batch norm and dropout: buffers that every micro-shard changes, and random numbers."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))

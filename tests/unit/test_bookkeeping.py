@@ -30,7 +30,7 @@ def books(*status: dict[str, Any]) -> tuple[Any, Bookkeeper]:
 
 
 def test_a_snapshot_is_named_once_all_its_slices_are_there() -> None:
-    run, keeper = books({"generation": 1, "slices": {4: [0]}}, {"generation": 1, "slices": {4: [1], 8: [1]}})
+    run, keeper = books({"generation": 1, "slices": {(4, 2): [0]}}, {"generation": 1, "slices": {(4, 2): [1], (8, 2): [1]}})
     keeper.name_all()
     assert run.chain.manifest.compressor == (CompressorSnapshot(1, 4, 2),)
     version = run.chain.manifest.version
@@ -39,11 +39,11 @@ def test_a_snapshot_is_named_once_all_its_slices_are_there() -> None:
 
 
 def test_an_old_status_does_not_name_a_snapshot_for_the_new_generation() -> None:
-    run, keeper = books({"generation": 1, "slices": {4: [0, 1]}})
+    run, keeper = books({"generation": 1, "slices": {(4, 2): [0, 1]}})
     run.chain = Chain.take_over(run.chain.store, "r", cut="each")
     keeper.name_all()
     assert run.chain.manifest.compressor == ()  # its slices lie in the folder of generation 1
-    run.checkpointers.status = [{"generation": 2, "slices": {4: [0, 1]}}]
+    run.checkpointers.status = [{"generation": 2, "slices": {(4, 2): [0, 1]}}]
     keeper.name_all()
     assert run.chain.manifest.compressor == (CompressorSnapshot(2, 4, 2),)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,20 +11,24 @@ import pytest
 from everstep.core.errors import ChainError, EpochOver, EverstepError, GroupBroken, RunFailed, UserCodeFailed
 from everstep.platform.controller import Controller
 from everstep.platform.policies import FailurePolicy
+from everstep.platform.scaling import ScalingPolicy
 from everstep.platform.states import (
     CheckpointerFacts,
     Facts,
     Finishing,
+    NewcomerFacts,
     Recovering,
     Regroup,
     ReplaceCheckpointers,
     Running,
+    Scaling,
     Starting,
     WorkerFacts,
     name_of,
 )
 
 POLICY = FailurePolicy(hang_timeout_s=10, storage_timeout_s=60, fruitless=3)
+SCALING = ScalingPolicy(least=1, most=2, spares=0, micro_shards=4)
 
 
 def both(*outcomes: str | None, lsn: int = 5, **more: Any) -> Facts:
@@ -32,7 +37,8 @@ def both(*outcomes: str | None, lsn: int = 5, **more: Any) -> Facts:
 
 
 WELL, DEAD = both(None, None), both(None, "dead")
-DONE, STOPPED = both("finished", "finished"), both("stopped", "stopped")
+DONE, STOPPED = both("finished", "finished"), replace(both("stopped", "stopped"), stop_asked=True)
+ALONE = both(None)
 NO_LOG = Facts(WELL.workers, (CheckpointerFacts(0, alive=False),))
 
 
@@ -77,12 +83,15 @@ class Mechanism:
     def replace_checkpointers(self, decision: ReplaceCheckpointers) -> None:
         self._do("replace", decision.indices)
 
+    def resize(self, decision: Scaling) -> None:
+        self._do("resize", type(decision).__name__)
+
     def finish(self, *, stopped: bool) -> None:
         self._do("finish", stopped)
 
 
 def drive(mechanism: Mechanism, tell: Callable[[str], None] = lambda line: None) -> Controller:
-    controller = mechanism.controller = Controller(mechanism, POLICY, tell)
+    controller = mechanism.controller = Controller(mechanism, POLICY, SCALING, tell)
     controller.run()
     return controller
 
@@ -119,6 +128,19 @@ def test_a_run_that_was_asked_to_stop() -> None:
     mechanism = Mechanism([WELL, STOPPED])
     ended = drive(mechanism).run()
     assert verbs(mechanism) == ["start", ("finish", True)] and ended.stopped and ended.error is None
+
+
+def test_a_group_that_can_grow_does_so_while_it_trains() -> None:
+    lines: list[str] = []
+    steps = [NewcomerFacts(), NewcomerFacts(1), NewcomerFacts(1, built=1), NewcomerFacts(1, 1, ready=1)]
+    facts = [replace(ALONE, newcomers=there) for there in steps]
+    facts += [replace(ALONE, newcomers=steps[-1], pausing=True), both("stopped"), WELL, DONE]
+    mechanism = Mechanism(facts)
+    drive(mechanism, lines.append)
+    wanted = ["start", ("resize", "Ask"), ("resize", "Prepare"), ("resize", "Pause"), ("regroup", "resize")]
+    assert verbs(mechanism) == [*wanted, ("finish", False)]
+    assert set(mechanism.words[:6]) == {"starting", "running"}
+    assert "1 -> 2" in lines[2] and all(lines)
 
 
 def test_a_regroup_that_is_interrupted_is_begun_again() -> None:
@@ -227,7 +249,7 @@ def test_every_change_of_decision_is_told() -> None:
 
 def test_one_step_at_a_time() -> None:
     mechanism = Mechanism([WELL, DEAD, NO_LOG, DONE])
-    controller = mechanism.controller = Controller(mechanism, POLICY, lambda line: None)
+    controller = mechanism.controller = Controller(mechanism, POLICY, SCALING, lambda line: None)
     state: Any = controller.step(Starting())
     assert state == Running()
     state = controller.step(state)

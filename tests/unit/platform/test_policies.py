@@ -39,6 +39,10 @@ def facts(*workers: WorkerFacts, still_s: float = 0.0, checkpointers: tuple[Chec
     return Facts(workers, checkpointers, still_s)
 
 
+def asked(*workers: WorkerFacts) -> Facts:
+    return Facts(workers, stop_asked=True)
+
+
 def decide(seen: Facts, policy: FailurePolicy = POLICY, budget: Budget | None = None) -> Decision:
     return policy.decide(seen, budget or Budget())
 
@@ -78,8 +82,22 @@ TABLE: dict[str, tuple[Facts, type, str]] = {
         "rank 1 is gone",
     ),
     "finished": (facts(worker(0, "finished"), worker(1, "finished")), Finish, "last step"),
-    "stopped": (facts(worker(0, "stopped"), worker(1, "stopped")), Finish, "as asked"),
-    "stopped at the last step": (facts(worker(0, "stopped"), worker(1, "finished")), Finish, "as asked"),
+    "stopped": (asked(worker(0, "stopped"), worker(1, "stopped")), Finish, "as asked"),
+    "stopped at the last step": (asked(worker(0, "stopped"), worker(1, "finished")), Finish, "as asked"),
+    "paused": (facts(worker(0, "stopped"), worker(1, "stopped")), Regroup, "all workers paused after step 5"),
+    "busy": (facts(worker(0, computing=True), worker(1, computing=True), still_s=99), Wait, ""),
+    "busy for too long": (facts(worker(0, computing=True), worker(1), still_s=101), Regroup, "10 x workers.hang_time"),
+    "busy while others wait": (facts(worker(0, entered=3), worker(1, entered=2, computing=True), still_s=99), Wait, ""),
+    "silent while others are busy": (
+        facts(worker(0, computing=True), worker(1, answers=False), still_s=11),
+        Regroup,
+        "suspect 1",
+    ),
+    "checkpointer leaves": (
+        facts(*RUNS, checkpointers=(CheckpointerFacts(0, leaves=True),)),
+        ReplaceCheckpointers,
+        "leave",
+    ),
     "one still runs": (facts(worker(0, "finished"), worker(1)), Wait, ""),
     "one still stops": (facts(worker(0, "stopped"), worker(1)), Wait, ""),
     "slow": (facts(*RUNS, still_s=10.0), Wait, ""),

@@ -235,13 +235,13 @@ def test_a_gap_is_recorded_and_bridged_by_bases(logged: Logged) -> None:
 def test_slices_of_a_snapshot_are_written_one_by_one(logged: Logged) -> None:
     parts: dict[int, Any] = {0: torch.randn(5), 1: torch.randn(3)}
     for number, part in parts.items():
-        logged.writer.take_residual(4, number, pa.py_buffer(part.numpy().tobytes()))
+        logged.writer.take_residual(4, number, 2, pa.py_buffer(part.numpy().tobytes()))
     logged.store.full = ("/comp/",)
     with pytest.raises(StoreFull):
         logged.writer.work(flush=False)
     assert logged.writer.slices == {}
     logged.store.full = ()
-    assert logged.writer.work(flush=False) and logged.writer.slices == {4: {0}}
+    assert logged.writer.work(flush=False) and logged.writer.slices == {(4, 2): {0}}
     logged.work()
-    assert logged.writer.slices == {4: {0, 1}}
+    assert logged.writer.slices == {(4, 2): {0, 1}}
     assert same(read_residual(logged.chain, CompressorSnapshot(1, 4, 2)), parts)

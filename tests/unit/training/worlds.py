@@ -103,19 +103,20 @@ class Channel:
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=20)
-        self.brought: list[Tensor] = [torch.empty(0)] * size
+        self.brought: list[list[Tensor]] = [[]] * size
 
 
 class ThreadGroup:
     """A member of a group of threads: sums in the order of world ranks, so with the same bits on each.
 
-    `break_at` is the number (from 1) of the collective that raises instead.
+    `break_at` is the number (from 1) of the collective that raises instead. `sent` counts the elements that this member
+    sends to others by all-to-all and all-gather.
     """
 
     def __init__(self, channel: Channel, world_rank: int, break_at: int | None = None) -> None:
         self.channel, self.world_rank, self.break_at = channel, world_rank, break_at
         self.world_size = channel.barrier.parties
-        self.entered = 0
+        self.entered = self.sent = 0
 
     def all_reduce(self, tensor: Tensor) -> None:
         parts = self.all_gather(tensor)
@@ -125,14 +126,26 @@ class ThreadGroup:
         tensor.copy_(total)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        self.sent += (self.world_size - 1) * tensor.numel()
+        return [tensor for (tensor,) in self.meet([tensor])]
+
+    def all_to_all(self, tensor: Tensor, outgoing: Sequence[int], incoming: Sequence[int]) -> Tensor:
+        assert sum(outgoing) == tensor.numel()
+        self.sent += tensor.numel() - outgoing[self.world_rank]
+        parts = [each[self.world_rank] for each in self.meet(list(torch.split(tensor, list(outgoing))))]
+        assert [part.numel() for part in parts] == list(incoming)
+        return torch.cat(parts)
+
+    def meet(self, tensors: list[Tensor]) -> list[list[Tensor]]:
+        """Return copies of what every member brought, by world rank."""
         self.entered += 1
         if self.entered == self.break_at:
             self.channel.barrier.abort()
             raise GroupBroken("a peer is gone")
         try:
-            self.channel.brought[self.world_rank] = tensor.clone()
+            self.channel.brought[self.world_rank] = [tensor.clone() for tensor in tensors]
             self.channel.barrier.wait()
-            parts = [part.clone() for part in self.channel.brought]
+            parts = [[tensor.clone() for tensor in brought] for brought in self.channel.brought]
             self.channel.barrier.wait()
         except threading.BrokenBarrierError as error:
             raise GroupBroken("a collective failed") from error

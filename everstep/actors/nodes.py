@@ -1,0 +1,48 @@
+"""What Ray says of its nodes: which are about to be taken away, and what there is room for."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+from everstep.actors.environment import ray
+from everstep.core import clock
+
+LOOK_S = 1.0
+KINDS = ("CPU", "GPU")
+
+_seen: tuple[float, dict[str, float]] = (-math.inf, {})
+_lock = threading.Lock()
+
+
+def draining() -> dict[str, float]:
+    """Return the nodes that Ray marks as draining or preempted: seconds until each is taken away, 0 if not known.
+
+    Asked at most once a second.
+    """
+    global _seen
+    with _lock:
+        now = clock.monotonic()
+        if now - _seen[0] > LOOK_S:
+            _seen = (now, {node: _seconds(deadline) for node, deadline in _asked().items()})
+        return _seen[1]
+
+
+def _asked() -> dict[str, int]:
+    """Ray has no public call for it; its own trainer uses this one. A Ray without it has no draining nodes for us."""
+    state: Any = getattr(getattr(ray, "_private", None), "state", None)
+    ask = getattr(getattr(state, "state", None), "get_draining_nodes", None)
+    return dict(ask() or {}) if ask is not None else {}
+
+
+def _seconds(deadline_ms: int) -> float:
+    return max(deadline_ms / 1000 - clock.wall(), 0.0) if deadline_ms else 0.0
+
+
+def room() -> str:
+    """Return what the cluster has and what of it is free, in words."""
+    have, free = ray.cluster_resources(), ray.available_resources()
+    parts = [f"{have[kind]:g} {kind} ({free.get(kind, 0):g} free)" for kind in KINDS if have.get(kind)]
+    nodes = sum(bool(node["Alive"]) for node in ray.nodes())
+    return f"{', '.join(parts) or 'no CPU'} on {nodes} node{'s' * (nodes != 1)}"
