@@ -100,12 +100,17 @@ def attach(
     checked = from_dict(wanted, where="attach")
     if checked.checkpoint.actors == 0:
         raise SettingsError("checkpoint.actors is 0: then there is no log", hint="leave `actors` out, or set 1")
-    live = LiveModel(model, optimizer, shards=shards, window=checked.checkpoint.window)
-    name, arguments = live.optimizer_options()
-    wanted["task"] |= live.description()
-    wanted["optimizer"] = {**arguments, "name": name, "clip_norm": "none"}
-    wanted["run"]["store"] = absolute(store)
-    settings = from_dict(wanted, where="attach")
+    with undisturbed():  # Ray draws from Python's generator when it starts, and a twin of the model is built
+        live = LiveModel(model, optimizer, shards=shards, window=checked.checkpoint.window)
+        name, arguments = live.optimizer_options()
+        wanted["task"] |= live.description()
+        wanted["optimizer"] = {**arguments, "name": name, "clip_norm": "none"}
+        wanted["run"]["store"] = absolute(store)
+        return _opened(from_dict(wanted, where="attach"), live, ranks, scheduler)
+
+
+def _opened(settings: JobSettings, live: LiveModel, ranks: Ranks, scheduler: LRScheduler | None) -> Log:
+    run = settings.run.name or ""
     link: LogLink | None = None
     own = False
 
@@ -158,10 +163,9 @@ def _checked(settings: JobSettings, live: LiveModel) -> tuple[RunSpec, dict[str,
         chain = Chain.open(store, name)
         _check_existing(chain, settings)
         begun = bool(chain.manifest.bases)
-    with undisturbed():
-        blueprint = Blueprint(recipe_of(settings))
-        twin = blueprint.live_state()
-    if blueprint.layout != live.layout or twin.optimizer is None:
+    blueprint = Blueprint(recipe_of(settings))
+    blueprint.live_state()  # refuses what the optimizer refuses
+    if blueprint.layout != live.layout:
         raise SettingsError(
             "the model names its parameters otherwise than its modules do",
             hint="leave named_parameters() as torch.nn.Module has it",

@@ -82,8 +82,8 @@ def submit(
         console.note(jobs.note)
     errand.submit()
     facts = {"run": errand.run, "address": jobs.address, "submission_id": errand.job}
+    console.note(f"run {errand.run} is submitted as {errand.job}")
     if not (following or retries):
-        console.note(f"run {errand.run} is submitted as {errand.job}")
         for verb in ("follow", "stop"):
             console.note(f"{verb}: everstep {verb} {errand.run} --address {jobs.address}")
         return facts
@@ -203,6 +203,9 @@ class _Errand:
                 outcome, answer, asked = self._watched(BLIP_S if left == 0 else NEW_HEAD_S)
                 what = outcome.message or str(answer.get("error", {}).get("message", "something broke"))
                 kind = answer.get("error", {}).get("class")
+                if kind == "RunDone" and left < retries:
+                    console.note(f"run {self.run} had ended before; see it with: everstep chain ls {self.run}")
+                    return {"state": "done", "exit_code": 0}
                 if outcome.code != 1 or asked or left == 0 or kind in FINAL:
                     return self._answer(outcome, answer, as_json)
             except _JobLost as lost:
@@ -244,6 +247,7 @@ class _Errand:
                             return part, output.answer, asked
                         if pressed.asked and not asked:
                             asked = True
+                            console.note("Ctrl-C: passed on to the cluster ... (Ctrl-C again gives up at once)")
                             self.jobs.stop(self.job)
                 except ClusterGone as gone:
                     self._wait_for_head(gone, patience_s)

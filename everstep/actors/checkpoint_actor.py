@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from everstep.actors.environment import actor, control
+from everstep.actors.environment import actor, control, ray
 from everstep.actors.injector import StoreInjector
 from everstep.actors.moving import from_arrays, to_arrays
 from everstep.actors.spec import Ack, CheckpointerSpec, begun_here, recipe_of, store_of
@@ -126,12 +126,15 @@ class CheckpointActor:
         return {
             "index": self.spec.index,
             "generation": self.spec.generation,
+            "node": ray.get_runtime_context().get_node_id(),
             "received": self.replica.received(),
             "durable": self.replica.durable(),
             "merged": self.replica.merged(),
             "slices": {key: sorted(numbers) for key, numbers in self.writer.slices.copy().items()},
             "proved": list(self.bases.proved),
             "tails": self.chain.tails(),
+            "bytes_written": self.writer.bytes_written,
+            "held_bytes": self.replica.held_bytes(),
             "costs": self._costs(),
             "store_error_s": None if since is None else clock.monotonic() - since,
             "store_error": said,

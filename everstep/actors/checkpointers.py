@@ -6,6 +6,7 @@ from typing import Any
 
 from everstep.actors.checkpoint_actor import CheckpointActor
 from everstep.actors.environment import ray, start
+from everstep.actors.nodes import draining
 from everstep.actors.spec import Ack, CheckpointerSpec, actor_name
 from everstep.core import clock
 from everstep.core.errors import GroupBroken
@@ -54,7 +55,9 @@ class Checkpointers:
     def start(self, chain: Chain, group_epoch: int) -> None:
         """Start all of them."""
         self.actors = [self.make(chain, group_epoch, index) for index in range(len(self.shards))]
+        self.status = [{**status, "node": ""} for status in self.status]  # that of the last ones
         self._dead.clear()
+        self._asked.clear()
 
     def retune(self, intervals: Intervals) -> None:
         """Have them, and those that take their places, write at these intervals."""
@@ -111,10 +114,11 @@ class Checkpointers:
 
     def facts(self) -> tuple[CheckpointerFacts, ...]:
         """Return what is known of each."""
+        going = draining()
         return tuple(
             CheckpointerFacts(
                 index, index not in self._dead, status.get("store_error_s"), status.get("store_error", ""),
-                status.get("fatal"),
+                status.get("fatal"), status.get("node", "") in going,
             )
             for index, status in enumerate(self.status)
         )  # fmt: skip

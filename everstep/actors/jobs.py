@@ -109,7 +109,7 @@ class Jobs:
         with _without(OVERRIDES), self._spoken():
             self._reach()
             self._client = _Client(self.address)
-        version = str(self._client._server_ray_version or "")
+        version = str(getattr(self._client, "_server_ray_version", None) or ray.__version__)
         if _numbers(version) < LEAST_RAY:
             least = ".".join(map(str, LEAST_RAY))
             raise UserError(
@@ -143,17 +143,17 @@ class Jobs:
             "py_modules": [str(Path(everstep.__file__).parent)],
             "excludes": ["__pycache__"],
         }
-        with tempfile.TemporaryDirectory() as scratch, self._spoken():
+        command = f"exec python -m everstep {shlex.join(words)}"  # no shell between Ray's signal and us
+        with tempfile.TemporaryDirectory() as scratch:
             if folder is not None:
                 archive = Path(scratch) / "folder.zip"
                 pack(folder, archive, needed)
                 environment["working_dir"] = str(archive)
-            command = f"exec python -m everstep {shlex.join(words)}"  # no shell between Ray's signal and us
-            return str(
+            with self._spoken():
                 self._client.submit_job(
                     entrypoint=command, submission_id=job, runtime_env=environment, metadata={"everstep_run": run}
                 )
-            )
+        return job
 
     def knows(self, job: str) -> bool:
         """Return whether the server still has this job; a new head has not."""

@@ -129,7 +129,11 @@ class Log:
         captured = self._taken(skipped)
         lsn, began = self.lsn + 1, clock.monotonic()
         hyper = captured.hyper if captured else self._live.hyper()
-        notes = self._notes(cursor, rng, hyper)
+        try:
+            notes = self._notes(cursor, rng, hyper)
+        except SettingsError:
+            self._pending = captured  # the optimizer's step was taken: it may still be logged
+            raise
         result = StepResult(
             lsn, self._opened.group_epoch, captured.delta if captured else None,
             self._scalars(loss, hyper, began), hyper, notes, self._digests(lsn),
@@ -255,12 +259,12 @@ class Log:
             loop |= {"used": self._used - self._scheduled, "scheduler": self._scheduler.last_epoch - self._scheduled}
         elif (after := self._live.hyper()) != hyper:
             loop["hyper"] = after
-        out = self._live.changed()
+        out: dict[str, Tensor] = {}
         for key, value in (("cursor", cursor), ("loop", loop), ("rng", states)):
             changed = self._live.note(key, value)
             if changed is not None:
                 out[NOTE + key] = changed
-        return out
+        return self._live.changed() | out
 
     def _scalars(self, loss: Tensor | float | None, hyper: list[dict[str, Any]], now: float) -> dict[str, float | int]:
         value = loss.detach() if isinstance(loss, Tensor) else loss

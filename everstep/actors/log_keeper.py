@@ -113,7 +113,7 @@ class LogKeeper:
             Fenced: another program has the run.
         """
         with self._claims:
-            if self.holder is None and not self._opened:  # this actor was restarted
+            if self.holder is None and not self._opened and group_epoch:  # this actor was restarted
                 self.holder, self._found = holder, group_epoch
             self._hold(holder.token)
             if progress is not None:
@@ -132,6 +132,8 @@ class LogKeeper:
             try:
                 with self._lock:
                     self._hold(token)
+                    if not self._opened:
+                        raise GroupBroken("the log is being found again")
                     return close_attached(self.run, lsn, digest, self._progress.exactness, deadline)
             except GroupBroken:  # a checkpoint actor is gone: the next look replaces it, and the holder sends again
                 if clock.monotonic() > deadline:
@@ -162,6 +164,8 @@ class LogKeeper:
         ray.kill(ray.get_actor(actor_name(self.run.name, "keeper"), namespace=NAMESPACE), no_restart=True)
 
     def _hold(self, token: str) -> None:
+        if self.holder is None and not self._opened:
+            raise GroupBroken("the log keeper was restarted and has not heard from the program yet")
         if self.holder is None or self.holder.token != token:
             who = "nobody" if self.holder is None else self.holder.what
             raise Fenced(
@@ -331,7 +335,8 @@ class LogKeeper:
                 raise StateMismatch(
                     f"the log does not lead to the state that the loop has: {each.fatal.message}",
                     hint="change parameters only by optimizer.step() between two calls of log.step(), and register no "
-                    "hook that changes gradients in it after attach; what was logged before is whole",
+                    "hook that changes gradients in it after attach; to go on from before that step: "
+                    f"everstep fork {self.run.name}@STEP NEW, and attach to NEW",
                 )
             if each.fatal is not None:
                 raise each.fatal

@@ -25,6 +25,7 @@ from everstep.training.record import StepResult
 WATCH_S = 0.5
 AGAIN_S = 0.25
 CALL_S = 30.0
+START_S = 180.0  # an actor may have to be placed and its process started first
 OPEN_S = 600.0  # the log may have to be replayed first
 PATIENCE_S = 60.0  # how long the keeper may be away
 TRIES = 5
@@ -55,13 +56,13 @@ class LogLink:
     def open(self, spec: RunSpec, first: Mapping[str, Any]) -> Opened:
         """Have the log opened; see `LogKeeper.open`. Raises as that does."""
         self._watcher.start()  # the keeper has to hear from us also while it restores
-        opened: Opened = asked(self.keeper.open.remote(self.holder.token, spec, first), OPEN_S)
+        opened: Opened = answered(self.keeper.open.remote(self.holder.token, spec, first), OPEN_S)
         return opened
 
     def begin(self, group_epoch: int) -> None:
         """Send steps from now on, stamped with this epoch."""
         deadline = clock.monotonic() + CALL_S
-        while not (told := self._ask(group_epoch)).actors:
+        while not (told := answered(self._watched(group_epoch), CALL_S)).actors:
             if clock.monotonic() > deadline:
                 raise Failure("the log was opened and has no checkpoint actors", hint="this is a defect of everstep")
             clock.sleep(AGAIN_S)
@@ -72,7 +73,7 @@ class LogLink:
 
     def state(self) -> tuple[int, dict[str, Any]]:
         """Return (lsn, tensors as `moving.to_arrays` has them) of the whole state at the complete lsn."""
-        answers = asked([handle.state.remote() for handle in self.actors], OPEN_S)
+        answers = answered([handle.state.remote() for handle in self.actors], OPEN_S)
         return answers[0][0], {name: value for _, part in answers for name, value in part.items()}
 
     def check(self) -> None:
@@ -95,13 +96,21 @@ class LogLink:
 
     def close(self, lsn: int, digest: str) -> int:
         """Have the log closed, and its actors ended; return the durable lsn. Raises as `LogKeeper.close`."""
-        durable: int = asked(self.keeper.close.remote(self.holder.token, lsn, digest), OPEN_S)
+        deadline = clock.monotonic() + PATIENCE_S
+        while True:
+            try:
+                durable: int = asked(self.keeper.close.remote(self.holder.token, lsn, digest), OPEN_S)
+                break
+            except ray.exceptions.RayActorError as error:
+                if clock.monotonic() > deadline:
+                    raise _gone(error) from error
+                clock.sleep(AGAIN_S)  # it is being restarted
         self.end()
         return durable
 
     def release(self, *, end: bool) -> int:
         """Let the run go as it stands; see `LogKeeper.release`."""
-        durable: int = asked(self.keeper.release.remote(self.holder.token, end=end), CALL_S)
+        durable: int = answered(self.keeper.release.remote(self.holder.token, end=end), CALL_S)
         if end:
             self.end()
         return durable
@@ -118,11 +127,8 @@ class LogLink:
         """Hear no more."""
         self._done.set()
 
-    def _ask(self, group_epoch: int) -> Told:
-        told: Told = asked(
-            self.keeper.watch.remote(self.holder, group_epoch, self.progress if self.reports else None), CALL_S
-        )
-        return told
+    def _watched(self, group_epoch: int) -> Any:
+        return self.keeper.watch.remote(self.holder, group_epoch, self.progress if self.reports else None)
 
     def _connect(self, told: Told) -> None:
         self._generation, self.actors = told.generation, told.actors
@@ -131,13 +137,13 @@ class LogLink:
     def _watch(self) -> None:
         while self.failure is None and not self._done.wait(WATCH_S):
             try:
-                told = self._ask(self._epoch)
+                told: Told = asked(self._watched(self._epoch), CALL_S)
             except EverstepError as error:
                 self.failure = error
                 break
             except Exception as error:  # the keeper is being restarted, or Ray ends
                 if clock.monotonic() - self._heard > PATIENCE_S:
-                    self.failure = Failure(f"the log keeper is gone: {error}", hint="start the program again")
+                    self.failure = _gone(error)
                 continue
             self._heard, self.durable = clock.monotonic(), told.durable
             self.failure = told.failure
@@ -178,12 +184,17 @@ def take(spec: RunSpec, run: str, holder: Holder) -> Any:
         except ray.exceptions.RayActorError as error:  # one that was about to end
             last = error
             clock.sleep(AGAIN_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise Failure(
+                f"the log keeper did not start within {START_S:.0f} s",
+                hint="see whether the cluster has room and the machine is overloaded (`ray status`)",
+            ) from error
     raise Failure(f"the log keeper does not start: {last}", hint="look into Ray's logs of the actor")
 
 
 def _claim(keeper: Any, run: str, holder: Holder) -> None:
     beats = None
-    while (held := asked(keeper.claim.remote(holder), CALL_S)) is not None:
+    while (held := asked(keeper.claim.remote(holder), START_S)) is not None:
         assert isinstance(held, Held)
         if beats is not None and held.beats != beats:
             raise RunExists(
@@ -201,9 +212,21 @@ def this_program(store: str, world_size: int) -> Holder:
     return Holder(new_id(), os.getpid(), node, what, store, world_size)
 
 
+def _gone(error: BaseException) -> Failure:
+    return Failure(f"the log keeper is gone: {error}", hint="start the program again: it goes on from the log")
+
+
 def asked(refs: Any, timeout_s: float) -> Any:
     """Return what actors answer; raise what they raised."""
     try:
         return ray.get(refs, timeout=timeout_s)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
+
+
+def answered(refs: Any, timeout_s: float) -> Any:
+    """Return what actors answer, as `asked`; a failure of theirs to answer ends the log."""
+    try:
+        return asked(refs, timeout_s)
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+        raise _gone(error) from error

@@ -11,6 +11,7 @@ from everstep.actors import adoption, closing, recovery, roster
 from everstep.actors.context import RunContext
 from everstep.actors.environment import ray
 from everstep.actors.healing import Healing
+from everstep.actors.metrics import Metrics
 from everstep.actors.spec import how_of, key_id_of, store_of
 from everstep.core import clock
 from everstep.core.errors import GroupBroken, StoreError
@@ -41,6 +42,7 @@ class Mechanism:
         self._pausing = False
         self._found_dead = False  # the run neither ended nor was stopped: all that ran it is gone
         self._started = clock.monotonic()
+        self._metrics = Metrics(run)
 
     def start(self) -> None:
         """Begin or take over the log and set the workers running; or find a run that is alive, and go on with it."""
@@ -62,6 +64,7 @@ class Mechanism:
         run.checkpointers.look()
         self._account()
         run.bookkeeper.look()
+        self._metrics.look()
         if self._pausing or self.stop_asked:
             crew.pause(run.group_epoch)
         step_s = crew.latest.get("step_s")
@@ -120,6 +123,7 @@ class Mechanism:
         """Open the account of what was lost; None: nothing was."""
         if decision.kind == "resize":
             return None
+        self._metrics.recovered()
         return self.run.healings.begin(decision.kind, self.run.lsn() + 1, tier, self.run.exactness)
 
     def replace_checkpointers(self, decision: ReplaceCheckpointers) -> None:

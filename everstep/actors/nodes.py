@@ -19,14 +19,21 @@ _lock = threading.Lock()
 def draining() -> dict[str, float]:
     """Return the nodes that Ray marks as draining or preempted: seconds until each is taken away, 0 if not known.
 
-    Asked at most once a second.
+    None of them counts while there is no other node to go to. Asked at most once a second.
     """
     global _seen
     with _lock:
         now = clock.monotonic()
         if now - _seen[0] > LOOK_S:
-            _seen = (now, {node: _seconds(deadline) for node, deadline in _asked().items()})
+            _seen = (now, _left())
         return _seen[1]
+
+
+def _left() -> dict[str, float]:
+    found = _asked()
+    if found and all(node["NodeID"] in found for node in ray.nodes() if node["Alive"]):
+        return {}
+    return {node: _seconds(deadline) for node, deadline in found.items()}
 
 
 def _asked() -> dict[str, int]:

@@ -12,7 +12,7 @@ from everstep.actors.environment import NAMESPACE, ray, start
 from everstep.actors.fault_handler import FaultHandler
 from everstep.actors.spec import actor_name, how_of, key_id_of, recipe_of, store_of
 from everstep.core import clock
-from everstep.core.errors import EverstepError, RunExists, RunFailed, SettingsError, UserError
+from everstep.core.errors import EverstepError, RunDone, RunExists, RunFailed, SettingsError, UserError
 from everstep.platform.settings import JobSettings, differences, from_dict, to_dict
 from everstep.platform.tuner import derive_intervals
 from everstep.storage.chain import Chain
@@ -227,7 +227,7 @@ def _refuse_done(settings: JobSettings, found: Chain) -> None:
     name, steps, closing = found.run, settings.run.steps, found.manifest.closing
     if closing is not None and steps <= int(closing["last_lsn"]):
         where = f"--store {settings.run.store}"
-        raise SettingsError(
+        raise RunDone(
             f"run {name!r} is done: it took its last step, {closing['last_lsn']}, and run.steps is {steps}",
             hint=f"longer: everstep resume {name} --set run.steps=N {where}; "
             f"another way from an earlier step: everstep resume {name}@STEP {where}",

@@ -127,6 +127,11 @@ class Sender:
         """Take this worker's slice of a compressor snapshot, one `of` so many; `data` must not change any more."""
         self._inbox.put(lambda: self._hand_over_residual(lsn, number, of, data))
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of packed records that are not durable yet."""
+        return self._kept.bytes
+
     def lags(self, owned: Sequence[int], finished: int) -> dict[int, int]:
         """Return, for each owned shard, how many finished steps its checkpoint actor has not acknowledged."""
         return {shard: max(finished - self.received[shard], 0) for shard in owned if shard in self.received}

@@ -81,10 +81,16 @@ def reach(address: str) -> None:
             f"{ADDRESS} is {address!r}, expected host:port of a cluster's head",
             hint="as in RAY_ADDRESS=10.0.0.4:6379; a dashboard's URL goes with: everstep submit JOB.toml --address URL",
         )
+    host, seen = host.strip("[]"), address
+    if host in ("localhost", "127.0.0.1", "::1"):  # Ray takes these for the machine's own address, unless told not to
+        host = str(ray.util.get_node_ip_address())
+        seen = f"{address}, which Ray takes for {host}:{port}"
     try:
-        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+        socket.create_connection((host, int(port)), REACH_S).close()
     except OSError as error:
-        raise ClusterGone(f"no Ray cluster answers at {address} ({error.strerror or error})", hint=LOOK) from error
+        only_here = "; a cluster bound to 127.0.0.1 needs RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 here too"
+        hint = LOOK + (only_here if seen != address and not host.startswith("127.") else "")
+        raise ClusterGone(f"no Ray cluster answers at {seen} ({error.strerror or error})", hint=hint) from error
 
 
 def explained(error: RuntimeError, address: str) -> Exception:

@@ -143,6 +143,7 @@ class TrainWorker:
             "step_s": self.times.recent(),
             "stall_s": self.times.recent_stall(),
             "snapshot_s": self.snapshots.seconds,
+            "queue_bytes": self.sender.held_bytes,
         }
 
     @control

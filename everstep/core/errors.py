@@ -3,6 +3,7 @@
 EverstepError
 ├── UserError                 exit 2: the job file, the command or the user's own files must change
 │   ├── SettingsError         a key, a value or their combination
+│   │   └── RunDone           the run took its last step already
 │   ├── UnknownName           a name that no registry knows
 │   ├── TaskError             the task cannot be used as it is
 │   ├── StoreRefused          the store cannot hold a run (no permission, no conditional create)
@@ -67,6 +68,10 @@ class UserError(EverstepError):
 
 class SettingsError(UserError):
     """A key or value of the job file, or a combination of them, is wrong."""
+
+
+class RunDone(SettingsError):
+    """The run took its last step already."""
 
 
 class UnknownName(UserError):

@@ -50,9 +50,9 @@ class Buffers:
                 self._kept[name] += 1
             elif found.is_floating_point():
                 self._add(name, found.float().reshape(-1) / self._micro_shards)
-            else:
+            elif micro_shard == 0:
                 raw = torch.frombuffer(bytearray(tensor_bytes(found)), dtype=torch.uint8).float()
-                self._add(name, raw.to(found.device) * (micro_shard == 0))
+                self._add(name, raw.to(found.device))
         self.put_back()
 
     @torch.no_grad()
@@ -144,7 +144,8 @@ class TreeBuffers(Buffers):
         for name, start in self._start.items():
             module, key = self._places[name]
             found = module._buffers[key]
-            if found is None or torch.equal(found, start):
+            theirs = micro_shard and not start.is_floating_point()  # such a buffer's value is that of micro-shard 0
+            if found is None or theirs or torch.equal(found, start):
                 found = start
             elif name not in self._trees:
                 self._trees[name] = self._unchanged(name)

@@ -46,6 +46,7 @@ class LogWriter:
         self.slices: dict[tuple[int, int], set[int]] = {}  # stored slices of snapshots, by (lsn, how many there are)
         self.put_s = 0.0  # how long the last segments took from being handed over to being durable
         self.cpu_a_cut = 0.0  # processor seconds that took
+        self.bytes_written = 0  # of records in segments, since this writer began
         self.bytes_per_step = 0.0  # of all owned shards' records, in the last segments
         self._gap = False
         self._residuals: deque[tuple[int, int, int, pa.Buffer]] = deque()
@@ -93,6 +94,7 @@ class LogWriter:
             self.put_s, self.cpu_a_cut = clock.monotonic() - began, clock.thread_cpu() - cpu
             size, steps = sum(b.nbytes for cut in cuts for b in cut.batches), max(len(cut.batches) for cut in cuts)
             self.bytes_per_step = size / steps
+            self.bytes_written += size
         return bool(cuts)
 
     def _write_residual(self) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from everstep.core import clock
-from tests.cluster.helpers import MARK, marked
+from tests.cluster.helpers import MARK, ROOT, marked
 
 BIN = Path(sys.executable).parent
 START_S = 60.0
@@ -30,6 +30,7 @@ ENVIRONMENT = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
     "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",  # Ray jobs call `python`
 }
 
@@ -50,14 +51,16 @@ def free_ports(count: int) -> list[int]:
 class Head:
     """A head with its dashboard; after `kill`, `start` brings up a new one at the same address."""
 
-    def __init__(self, cpus: int = 8) -> None:
-        self.cpus = cpus
+    def __init__(self, cpus: int = 8, ip: str = "127.0.0.1") -> None:
+        self.cpus, self.ip = cpus, ip
         self.folder = Path(tempfile.mkdtemp(prefix="esh"))  # short: a path of a socket has 107 bytes
         self.gcs, self.dashboard, *self._ports = free_ports(7)
-        self.address, self.url = f"127.0.0.1:{self.gcs}", f"http://127.0.0.1:{self.dashboard}"
+        self.address, self.url = f"{ip}:{self.gcs}", f"http://{ip}:{self.dashboard}"
         self.mark = uuid.uuid4().hex
         self.env = {name: value for name, value in os.environ.items() if name not in CLIENTS} | ENVIRONMENT
         self.env[MARK] = f"{os.environ.get(MARK, '')}+{self.mark}"
+        if ip != "127.0.0.1":  # other nodes may join; Ray takes only the first loopback address for the outside one
+            self.env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -67,8 +70,8 @@ class Head:
         ports = [f"--{name}={port}" for name, port in zip(names, self._ports, strict=True)]
         with (self.folder / "head.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [str(BIN / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={self.gcs}",
-                 "--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}", f"--num-cpus={self.cpus}",
+                [str(BIN / "ray"), "start", "--head", "--block", f"--node-ip-address={self.ip}", f"--port={self.gcs}",
+                 f"--dashboard-host={self.ip}", f"--dashboard-port={self.dashboard}", f"--num-cpus={self.cpus}",
                  "--object-store-memory=200000000", f"--temp-dir={self.folder / 'ray'}", "--min-worker-port=0",
                  "--max-worker-port=0", "--disable-usage-stats", *ports],
                 env=self.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
@@ -106,3 +109,39 @@ class Head:
                 self.process.wait(15)
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Node:
+    """A further raylet in a head's cluster, at a loopback address of its own.
+
+    Args:
+        head: started, with an `ip` from 127.0.0.2 on.
+        address: another such.
+        cpus: what it offers.
+    """
+
+    def __init__(self, head: Head, address: str, cpus: int) -> None:
+        self.head, self.address, self.cpus = head, address, cpus
+        self.mark = uuid.uuid4().hex
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it; it joins the cluster by itself."""
+        env = self.head.env | {MARK: f"{self.head.env[MARK]}+{self.mark}"}
+        with (self.head.folder / f"{self.address}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [str(BIN / "ray"), "start", "--block", f"--address={self.head.address}",
+                 f"--node-ip-address={self.address}", f"--num-cpus={self.cpus}", "--object-store-memory=200000000",
+                 "--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"],
+                env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def kill(self) -> None:
+        """SIGKILL its raylet and every process on it."""
+        if self.process is not None:
+            while found := marked(self.mark):
+                for process in found:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                psutil.wait_procs(found, timeout=10)
+            self.process.wait()

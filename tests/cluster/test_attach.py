@@ -105,10 +105,13 @@ def test_lost_actors_cost_no_step(undisturbed: str, tmp_path: Path) -> None:
             struck.append(chain_of(store, "struck").manifest.generation)
             name = actor_name("struck", "checkpointer/", f"0-g{struck[0]}")
             ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
-        if step == 45:  # by then another has taken its place
+        if step == 30:
+            deadline = time.monotonic() + 60  # until another has taken its place
+            while not chain_of(store, "struck").events("healing-") and time.monotonic() < deadline:
+                time.sleep(0.1)
             ray.kill(ray.get_actor(actor_name("struck", "keeper"), namespace=NAMESPACE), no_restart=False)
 
-    assert own_loop.train(store, "struck", pace_s=0.2, at=at)["first"] == 1
+    assert own_loop.train(store, "struck", pace_s=0.03, at=at)["first"] == 1
     assert digest(store, "struck") == undisturbed
     found = cli.ask("chain", "ls", "struck", "--store", store)
     assert found["generation"] > struck[0] and [row["kind"] for row in found["faults"]] == ["checkpointer_lost"]
@@ -139,8 +142,12 @@ def test_a_run_belongs_to_one_program_and_one_model(cluster: None, tmp_path: Pat
     with everstep.attach(model, optimizer, "mine", store) as log:  # from the replica that outlived the first
         state = log.restore()
         assert state is not None and state.step == 1 and state.exactness == "warm"
-        log._link.holder  # noqa: B018 - still there
     assert gone("keeper", "checkpointer/", run="mine")
+    with everstep.attach(model, optimizer, "mine", store) as log:  # it was closed; longer, then
+        assert log.restore() == state
+        model(torch.ones(1, 2)).sum().backward()
+        log.step()
+    assert cli.ask("chain", "verify", "mine", "--store", store)["step"] == 2
 
 
 def test_ranks_of_torchrun_go_on_from_the_last_step(cluster: None, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from everstep.actors.environment import ray
 from everstep.actors.run import Handle
 from everstep.core import clock
+from everstep.platform.settings import JobSettings
 from everstep.training.blueprint import Blueprint
 from everstep.training.restore import best_snapshot, read_residual, restore
 from tests.cluster import helpers
@@ -46,6 +47,11 @@ def counts(done: Done, lsn: int | None = None) -> torch.Tensor:
     states, _, _ = restore(done.chain, Blueprint(done.recipe), target=lsn or done.summary["steps"])
     tensors = {name: tensor for state in states.values() for name, tensor in state.state.tensors().items()}
     return tensors["param/counts"]
+
+
+def done_of(settings: JobSettings, summary: dict[str, Any]) -> Done:
+    """Return a run that another process followed to its end."""
+    return Done(settings, summary, [])
 
 
 def assert_every_sample_once(done: Done) -> None:

@@ -253,8 +253,10 @@ def test_what_a_loop_does_wrong_is_said() -> None:
         loop.optimizer.step(lambda: 0.0)
     with pytest.raises(SettingsError, match="JSON"):
         loop.backward()
-        loop.log._calls = True
+        loop.optimizer.step()
         loop.log.step(cursor=object())
+    loop.log.step(cursor=1)
+    assert loop.link.digest() == loop.live.digest() and loop.log.lsn == 2
     loop = Loop(OPTIMIZERS["adam"])
     loop.backward()
     loop.optimizer.step()
