@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,27 @@ from everstep.core import clock
 from everstep.core.ids import new_id
 
 MARK = "EVERSTEP_BENCHMARK"  # in the environment of every process that the benchmark causes
+HEAD = "127.0.0.2"
 RAY = str(Path(sys.executable).parent / "ray")
 COMMON = ("--block", "--object-store-memory=200000000", "--min-worker-port=0", "--max-worker-port=0",
           "--disable-usage-stats")  # fmt: skip
-ALONE, WITH_LOG = "node of a worker", "node of a worker and the checkpoint actor"
+ALONE, WITH_LOG = "node of a worker", "node of a worker and a checkpoint actor"
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Return every living process, but this one, with `mark` in its environment; raylets first."""
+    """Return every living process, but this one, with `mark` in its environment, in the order they are to be killed.
+
+    First the agents of a node and whoever started it, which would tell of a raylet's end; then the raylet, which would
+    tell of its workers' end: of a machine that is gone nobody tells.
+    """
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # gone, a zombie, or somebody else's
             if process.pid != os.getpid() and mark in process.environ().get(MARK, ""):
-                found.append(("raylet" not in process.name(), process))
-    return [process for _, process in sorted(found, key=lambda pair: (pair[0], pair[1].pid))]
+                name = process.name()
+                order = 0 if "Agent" in name or not name.startswith("ray") else 1 if name == "raylet" else 2
+                found.append((order, process.pid, process))
+    return [process for *_, process in sorted(found, key=lambda item: item[:2])]
 
 
 def end_all(mark: str, patience_s: float = 0.0) -> None:
@@ -59,7 +67,7 @@ def free_port() -> int:
     start = 4000 + os.getpid() * 37 % 5000
     for port in range(start, start + 900):
         with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((HEAD, port))
             return port
     raise SystemExit(f"no free port from {start} to {start + 900}")
 
@@ -70,9 +78,7 @@ class Raylet:
     def __init__(self, folder: Path, address: str, *words: str) -> None:
         self.address, self.mark = address, new_id()
         env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        env |= {MARK: f"{env[MARK]}+{self.mark}"}
-        if "--head" not in words:
-            env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # else it joins nobody
+        env |= {MARK: f"{env[MARK]}+{self.mark}", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}  # "0": it joins nobody
         self.log = folder / f"{address}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -103,11 +109,14 @@ class Raylet:
 
 
 class Machines:
-    """A head without processors and two nodes with one each; a node that is lost is replaced by another one."""
+    """A head without processors and two nodes with one each; a node that is lost is replaced by another one.
+
+    Ray takes 127.0.0.1 for the machine's outside address; the other loopback addresses it leaves alone.
+    """
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="esb"))  # short: a path of a socket has 107 bytes
-        self.gcs = f"127.0.0.1:{free_port()}"
+        self.gcs = f"{HEAD}:{free_port()}"
         self.raylets: list[Raylet] = []
         self.made = 0
 
@@ -115,7 +124,7 @@ class Machines:
         try:
             subprocess.run([RAY, "get-auth-token", "--generate"], capture_output=True, check=True)  # as `ray.init` does
             port, temporary = self.gcs.partition(":")[2], self.folder / "ray"
-            head = Raylet(self.folder, "127.0.0.1", "--head", "--num-cpus=0", f"--port={port}",
+            head = Raylet(self.folder, HEAD, "--head", "--num-cpus=0", f"--port={port}",
                           "--include-dashboard=false", f"--temp-dir={temporary}")  # fmt: skip
             self.raylets.append(head)
             until("a head of Ray", head.up)
@@ -137,11 +146,9 @@ class Machines:
         """Have two nodes beside the head, whatever was lost before."""
         while len(self.raylets) < 3:
             self.made += 1
-            node = Raylet(self.folder, f"127.0.0.{self.made + 1}", f"--address={self.gcs}", "--num-cpus=1")
+            node = Raylet(self.folder, f"127.0.0.{self.made + 2}", f"--address={self.gcs}", "--num-cpus=1")
             self.raylets.append(node)
-        for raylet in self.raylets:
-            until(f"the raylet at {raylet.address}", raylet.up)
-            until(f"Ray to know {raylet.address}", lambda raylet=raylet: self.alive(raylet.address))  # type: ignore[misc]
+            until(f"Ray to know the node {node.address}", lambda node=node: node.up() and self.alive(node.address))  # type: ignore[misc]
 
     def alive(self, address: str) -> bool:
         return any(node["Alive"] and node["NodeManagerAddress"] == address for node in ray.nodes())
@@ -155,17 +162,20 @@ class Machines:
 
 
 def lose(machines: Machines, store: str, size: str, repeat: int) -> dict[str, Any]:
-    """Kill one node of a fresh run: by turns one that holds only a worker, and the checkpoint actor's if it is one."""
+    """Kill one node of a fresh run: by turns one that holds only a worker, and one with a checkpoint actor besides.
+
+    Of two checkpoint actors Ray places one on the head and the other one beside a worker.
+    """
     machines.ready()
-    run = Struck(SURVIVOR, store, size)
+    run = Struck(replace(SURVIVOR, log_actors=1 + repeat % 2), store, size)
     workers = [worker["node"] for worker in run.group()]
-    (log,) = [one["node"] for one in run.statuses("checkpointer")]
-    wanted = [node for node in workers if (node == log) == bool(repeat % 2)]
+    logs = {one["node"] for one in run.statuses("checkpointer")}
+    wanted = [node for node in workers if (node in logs) == bool(repeat % 2)]
     victim = wanted[0] if wanted else workers[repeat % 2]
     address, killed = machines.kill(victim)
     dead = _noticed(machines, run, address)
     row = run.end(killed)
-    return {**row, "case": WITH_LOG if victim == log else ALONE, "gcs_dead_s": round(dead - killed, 3)}
+    return {**row, "case": WITH_LOG if victim in logs else ALONE, "gcs_dead_s": round(dead - killed, 3)}
 
 
 def _noticed(machines: Machines, run: Struck, address: str) -> float:

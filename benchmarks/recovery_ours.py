@@ -31,6 +31,7 @@ class Case:
     name: str
     least: int
     spares: int
+    log_actors: int = 1
 
     def settings(self, store: str, size: str) -> Any:
         return from_dict(
@@ -40,6 +41,7 @@ class Case:
                 "batch": {"global_size": BATCH, "micro_shards": MICRO_SHARDS},
                 "workers": {"min": self.least, "max": 2, "start": 2, "spares": self.spares},
                 "optimizer": {"name": "adamw", "lr": LEARNING_RATE, "clip_norm": CLIP_NORM},
+                "checkpoint": {"actors": self.log_actors},
             }
         )
 

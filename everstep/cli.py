@@ -19,7 +19,7 @@ import click
 import everstep
 from everstep import console
 from everstep.cli_chain import chain
-from everstep.cli_cluster import follow, stop, submit
+from everstep.cli_cluster import follow, scale, stop, submit
 from everstep.cli_runs import runs
 from everstep.cli_shared import STORE_VARIABLE as STORE_VARIABLE
 from everstep.cli_shared import (
@@ -177,7 +177,7 @@ def fork(run: str, new: str, store: str, overrides: tuple[str, ...], as_json: bo
     return facts
 
 
-for command in (chain, runs, submit, follow, stop):
+for command in (chain, runs, submit, follow, scale, stop):
     main.add_command(command)
 
 

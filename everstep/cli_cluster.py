@@ -128,6 +128,38 @@ def stop(run: str, address: str | None, as_json: bool) -> dict[str, Any]:
     return summary | {"resume": resume_command(handle.settings)}
 
 
+@click.command()
+@click.argument("run", metavar="RUN")
+@click.argument("workers", metavar="N|MIN:MAX")
+@address_option(required=False)
+@json_option
+def scale(run: str, workers: str, address: str | None, as_json: bool) -> dict[str, Any]:
+    """Have RUN train with N workers, or MIN to MAX, from the next border on.
+
+    It goes on without a restart: newcomers catch up first, those that leave hand over what they had not sent. The job
+    file's bounds hold again when the run is resumed.
+    """
+    least, colon, most = workers.partition(":")
+    if not all(part.isdecimal() and int(part) for part in (least, most if colon else least)):
+        raise UserError(f"{workers}: expected N or MIN:MAX, whole numbers from 1 on", hint=f"everstep scale {run} 1:4")
+    bounds = int(least), int(most if colon else least)
+    if url := _elsewhere(address):
+        return _there(url, "scale", run, as_json, workers)
+    from everstep.actors.run import join
+
+    handle = join(run)
+    slices = handle.settings.batch.micro_shards
+    if not bounds[0] <= bounds[1] <= slices:
+        raise UserError(
+            f"{workers}: expected 1 <= MIN <= MAX <= {slices}: a step has {slices} micro-shards, one a worker",
+            hint=f"everstep scale {run} {min(bounds)}:{min(max(bounds), slices)}",
+        )
+    handle.scale(*bounds)
+    if not as_json:
+        console.note(f"run {run} is to train with {workers} workers; see it with: everstep follow {run}")
+    return {"run": run, "min": bounds[0], "max": bounds[1]}
+
+
 def _elsewhere(address: str | None) -> str | None:
     """Return the dashboard to go through, if the command is to run on the cluster; make ready to join one if not."""
     here = os.environ.get("RAY_ADDRESS", "")
@@ -138,10 +170,10 @@ def _elsewhere(address: str | None) -> str | None:
     return None
 
 
-def _there(address: str, verb: str, run: str, as_json: bool) -> dict[str, Any]:
+def _there(address: str, verb: str, run: str, as_json: bool, *more: str) -> dict[str, Any]:
     from everstep.actors.jobs import Jobs
 
-    errand = _Errand(Jobs(address), [verb, run, "--json"], run, START_S)
+    errand = _Errand(Jobs(address), [verb, run, *more, "--json"], run, START_S)
     errand.submit()
     return errand.see_through(as_json, 0)
 

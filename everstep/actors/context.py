@@ -81,9 +81,7 @@ class RunContext:
         worker = WorkerSpec(spec.settings, "", shards, every, spec.killable)
         checkpointers = Checkpointers(settings, shards, spec.intervals, spec.killable)
         crew = Crew(settings, worker, lambda line: run.tell(line))
-        run = cls(
-            spec, settings, recipe_of(settings), crew, checkpointers, spec.exactness, least=settings.workers.min
-        )
+        run = cls(spec, settings, recipe_of(settings), crew, checkpointers, spec.exactness, least=settings.workers.min)
         return run
 
     @property

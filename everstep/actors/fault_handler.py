@@ -82,6 +82,11 @@ class FaultHandler:
         self.run.tell(f"the run was asked to train with {least} to {most} workers")
 
     @control
+    def settings(self) -> dict[str, Any]:
+        """Return the job that this run was started from."""
+        return dict(self.run.spec.settings)
+
+    @control
     def summary(self) -> dict[str, Any]:
         """Return the summary of an ended run. Raises the error that ended it."""
         if self.ended is not None and self.ended.error is not None:

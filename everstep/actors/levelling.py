@@ -100,7 +100,8 @@ def _equal(group: ProcessGroup, state: TrainState, source: int, candidates: list
 
 
 def _give(
-    group: ProcessGroup, state: TrainState, exchange: Exchange, mine: Standing, check: int, *, whole: bool, residual: bool
+    group: ProcessGroup, state: TrainState, exchange: Exchange, mine: Standing, check: int, *,
+    whole: bool, residual: bool,
 ) -> None:  # fmt: skip
     tensors = dict(state.tensors()) if whole else {}
     if residual and exchange.residual is not None:

@@ -67,6 +67,10 @@ class Handle:
         """Ask the run to stop after the step that is under way."""
         self._patiently("stop")
 
+    def scale(self, least: int, most: int) -> None:
+        """Have the run train with `least` to `most` workers from the next border on."""
+        self._patiently("scale", least, most)
+
     def summary(self) -> dict[str, Any]:
         """Return the summary of the ended run.
 
@@ -105,17 +109,17 @@ class Handle:
                 return dict(newest)
         return None
 
-    def _call(self, method: str, timeout_s: float) -> Any:
+    def _call(self, method: str, timeout_s: float, *arguments: Any) -> Any:
         try:
-            return ray.get(getattr(self._handler, method).remote(), timeout=timeout_s)
+            return ray.get(getattr(self._handler, method).remote(*arguments), timeout=timeout_s)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
 
-    def _patiently(self, method: str) -> Any:
+    def _patiently(self, method: str, *arguments: Any) -> Any:
         deadline = clock.monotonic() + PATIENCE_S
         while True:
             try:
-                return self._call(method, PATIENCE_S)
+                return self._call(method, PATIENCE_S, *arguments)
             except ray.exceptions.RayActorError as error:
                 if found := self._stored():
                     return found
@@ -134,7 +138,7 @@ def join(name: str) -> Handle:
     session.join()
     try:
         handler = ray.get_actor(actor_name(name, "handler"), namespace=NAMESPACE)
-        stored = ray.get(handler.__ray_call__.remote(_settings_of), timeout=PATIENCE_S)
+        stored = ray.get(handler.settings.remote(), timeout=PATIENCE_S)
     except (ValueError, ray.exceptions.RayActorError) as error:
         running = sorted({known.removesuffix("/handler") for known in _actors("") if known.endswith("/handler")})
         raise UserError(
@@ -144,11 +148,6 @@ def join(name: str) -> Handle:
             "or name the cluster that runs it: RAY_ADDRESS=host:port, or --address URL",
         ) from error
     return Handle(handler, False, from_dict(stored, where=f"run {name}"), joined=True)
-
-
-def _settings_of(handler: Any) -> dict[str, Any]:
-    """Return what a fault handler runs; called inside it."""
-    return dict(handler.run.spec.settings)
 
 
 def _actors(run: str) -> list[str]:

@@ -22,6 +22,7 @@ from everstep.actors.spec import recipe_of, store_of
 from everstep.core import clock
 from everstep.platform.settings import JobSettings, from_dict, to_dict
 from everstep.storage.chain import Chain
+from everstep.training.history import sizes
 from everstep.training.recipe import Recipe
 from everstep.training.verify import verify
 
@@ -234,6 +235,12 @@ def left(mark: str, patience_s: float) -> list[str]:
         with contextlib.suppress(psutil.Error):
             names.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
     return names
+
+
+def world_sizes(settings: JobSettings) -> list[int]:
+    """Return the world sizes of a run so far, as its log has them."""
+    store, name = store_of(settings), settings.run.name or ""
+    return [size for _, size in sizes(Chain.open(store, name).events())] if Chain.exists(store, name) else []
 
 
 def write_job(path: Path, settings: JobSettings) -> str:

@@ -19,10 +19,13 @@ import pytest
 import yaml
 
 from everstep.core import clock
+from tests.cluster import own_tasks
 from tests.cluster.head import BIN, CLIENTS, ENVIRONMENT, free_ports
-from tests.cluster.helpers import MARK, ROOT, job, left, marked, write_job
+from tests.cluster.helpers import MARK, ROOT, job, left, marked, world_sizes, write_job
+from tests.cluster.test_elastic import GLOBAL, LEDGER, assert_every_sample_once, counts, done_of
 
-WAIT_S = 120.0
+WAIT_S = 150.0
+OWN = LEDGER["task"]["name"]
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,19 @@ def until(true: Callable[[], bool], what: str) -> None:
         clock.sleep(0.2)
 
 
-@pytest.mark.timeout(300)
-def test_nodes_come_for_a_run_and_leave_after_it(local: Local, tmp_path: Path) -> None:
+def raylet(local: Local, address: str) -> list[psutil.Process]:
+    """Return the raylet of a machine and the processes that it started."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if words and words[0].endswith("/raylet") and f"--node_ip_address={address}" in words:
+                return [process, *process.children(recursive=True)]
+    raise AssertionError(f"no raylet at {address}")
+
+
+@pytest.mark.timeout(400)
+def test_a_run_grows_with_the_nodes_that_come_and_outlives_one_that_dies(local: Local, tmp_path: Path) -> None:
+    """1 worker on the head; two nodes come: 3; one dies: 2; another comes: 3; the end; idle nodes leave."""
     up = subprocess.run(
         [str(BIN / "ray"), "up", "-y", "--no-config-cache", str(local.file)],
         cwd=ROOT, env=local.env, capture_output=True, text=True, timeout=WAIT_S,
@@ -87,19 +101,42 @@ def test_nodes_come_for_a_run_and_leave_after_it(local: Local, tmp_path: Path) -
     assert up.returncode == 0, up.stdout + up.stderr
     assert list(local.machines().values()) == ["head"]
 
-    settings = job(tmp_path / "runs", "wide", "char_lm", run={"steps": 40}, workers={"cpus": 2.0})
+    (tmp_path / "my_tasks.py").write_text(Path(own_tasks.__file__ or "").read_text())
+    task = LEDGER["task"] | {"name": "my_tasks:Ledger", "seconds": 0.05}
+    workers = {"min": 1, "max": 3, "spares": 0, "cpus": 2.0}
+    settings = job(tmp_path / "runs", "wide", LEDGER | {"task": task}, run={"steps": 600}, workers=workers)
     write_job(tmp_path / "job.toml", settings)
     sent = subprocess.Popen(
         [sys.executable, "-m", "everstep", "submit", "job.toml", "--address", local.url, "--follow", "--json"],
         cwd=tmp_path, env=local.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        until(lambda: "trainer" in local.machines().values(), "no machine came for the run")
+        until(lambda: world_sizes(settings)[-1:] == [3], "the run did not grow to 3 workers")
+        grown = len(world_sizes(settings))
+        for process in raylet(local, trainer(local)):
+            process.kill()
+        until(lambda: world_sizes(settings)[grown:] == [2], "the run did not go on with 2 workers")
+        until(lambda: world_sizes(settings)[grown:] == [2, 3], "the run did not come back to 3 workers")
         out, err = sent.communicate(timeout=WAIT_S)
     finally:
         sent.kill()
         sent.wait()
     assert sent.returncode == 0, err
     done = json.loads(out.splitlines()[-1])
-    assert (done["steps"], done["state"], done["world_sizes"]) == (40, "done", [2])
+    assert (done["steps"], done["state"], done["world_sizes"][0]) == (600, "done", 1)
+    (fault,) = done["faults"]
+    assert fault["steps_lost"] <= 1
+    ledger = done_of(settings.model_copy(update={"task": settings.task.model_copy(update={"name": OWN})}), done)
+    assert_every_sample_once(ledger)
+    seen, consumed = counts(ledger), done["steps"] * GLOBAL
+    least, most = consumed // len(seen), -(-consumed // len(seen))
+    print(f"world sizes {done['world_sizes']}; {fault['kind']} at step {fault['step']}, lost {fault['steps_lost']} steps")
+    print(f"ids seen {int(seen.sum())}, expected {consumed}; of {len(seen)} samples {int((seen < least).sum())} missing, "
+          f"{int((seen > most).sum())} too often")  # fmt: skip
     until(lambda: list(local.machines().values()) == ["head"], "idle machines did not leave")
+
+
+def trainer(local: Local) -> str:
+    """Return the address of a machine that came for the run."""
+    found = json.loads((local.folder / "machines.json").read_text())["machines"]
+    return next(str(m["ip"]) for m in found.values() if m["tags"]["ray-user-node-type"] == "trainer")

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from everstep.core import clock
-from everstep.storage.chain import Chain
-from everstep.storage.store import open_store
 from tests.cluster.head import BIN, Head, Node
-from tests.cluster.helpers import MARK, ROOT, job, left, write_job
+from tests.cluster.helpers import MARK, ROOT, job, left, world_sizes, write_job
 from tests.cluster.test_elastic import LEDGER, assert_every_sample_once, done_of
 
 pytestmark = pytest.mark.timeout(300)
@@ -50,20 +48,12 @@ class Watched:
             words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def sizes(self) -> list[int]:
-        """Return the world sizes so far, as the log has them."""
-        store = open_store(self.settings.run.store)
-        if not Chain.exists(store, self.settings.run.name):
-            return []
-        events = Chain.open(store, self.settings.run.name).events("size-")
-        return [body["size"] for body in sorted(events.values(), key=lambda body: body["lsn"])]
-
     def until(self, sizes: list[int]) -> None:
         """Wait until the run has had these world sizes."""
         deadline = clock.monotonic() + WAIT_S
-        while self.sizes() != sizes:
+        while world_sizes(self.settings) != sizes:
             assert self.process.poll() is None, self.process.communicate()
-            assert clock.monotonic() < deadline, f"{self.sizes()}, expected {sizes}"
+            assert clock.monotonic() < deadline, f"{world_sizes(self.settings)}, expected {sizes}"
             clock.sleep(0.2)
 
     def end(self) -> tuple[dict[str, Any], str]:
@@ -93,7 +83,8 @@ def watched(tmp_path: Path, head: Head) -> Iterator[Callable[..., Watched]]:
 def drain(head: Head, address: str, seconds: int) -> None:
     """Have Ray mark the node at `address` as one that will be taken away."""
     asked = [sys.executable, "-c", DRAIN, head.address, address]
-    node = subprocess.run(asked, env=head.env, capture_output=True, text=True, timeout=60, check=True).stdout.split()[-1]
+    found = subprocess.run(asked, env=head.env, capture_output=True, text=True, timeout=60, check=True)
+    node = found.stdout.split()[-1]
     command = [str(BIN / "ray"), "drain-node", f"--address={head.address}", f"--node-id={node}",
                "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=the test takes it away",
                f"--deadline-remaining-seconds={seconds}"]  # fmt: skip
@@ -107,7 +98,7 @@ def test_a_node_that_is_taken_away_is_left_and_one_that_dies_costs_no_finished_s
     """1 worker on the head; a node comes (2), is drained (1); another comes (2), dies (1)."""
     workers = {"min": 1, "max": 2, "spares": 0, "hang_timeout_s": 5.0}
     slow = {"task": LEDGER["task"] | {"seconds": 0.04}}
-    settings = job(tmp_path / "runs", "nodes", LEDGER | slow, run={"steps": 700}, workers=workers)
+    settings = job(tmp_path / "runs", "nodes", LEDGER | slow, run={"steps": 450}, workers=workers)
     run = watched(settings)
     run.until([1])
     first = Node(head, "127.0.0.11", cpus=1)

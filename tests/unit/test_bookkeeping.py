@@ -30,7 +30,9 @@ def books(*status: dict[str, Any]) -> tuple[Any, Bookkeeper]:
 
 
 def test_a_snapshot_is_named_once_all_its_slices_are_there() -> None:
-    run, keeper = books({"generation": 1, "slices": {(4, 2): [0]}}, {"generation": 1, "slices": {(4, 2): [1], (8, 2): [1]}})
+    run, keeper = books(
+        {"generation": 1, "slices": {(4, 2): [0]}}, {"generation": 1, "slices": {(4, 2): [1], (8, 2): [1]}}
+    )
     keeper.name_all()
     assert run.chain.manifest.compressor == (CompressorSnapshot(1, 4, 2),)
     version = run.chain.manifest.version
