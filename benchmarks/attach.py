@@ -28,7 +28,7 @@ def mlp(width: int) -> nn.Module:
 
 
 # by parameters: width, samples a batch, steps a repeat
-SIZES = {"0.1 M": (256, 256, 200), "1.2 M": (1024, 512, 60), "4.7 M": (2048, 1024, 20)}
+SIZES = {"0.1 M": (256, 1024, 60), "1.2 M": (1024, 1024, 10)}
 
 
 class Loop:

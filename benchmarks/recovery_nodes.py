@@ -15,7 +15,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import psutil
 from recovery_ours import LOOK_S, SURVIVOR, Struck, until
@@ -33,6 +33,20 @@ COMMON = ("--block", "--object-store-memory=200000000", "--min-worker-port=0", "
 ALONE, WITH_LOG = "node of a worker", "node of a worker and a checkpoint actor"
 
 
+class Quiet:
+    """A stream without what Ray prints of raylets that were killed on purpose, pages of it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._left_out = stream, False
+
+    def write(self, text: str) -> int:
+        self._left_out = "(raylet)" in text or (self._left_out and text == "\n")
+        return len(text) if self._left_out else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def marked(mark: str) -> list[psutil.Process]:
     """Return every living process, but this one, with `mark` in its environment, in the order they are to be killed.
 
@@ -43,8 +57,8 @@ def marked(mark: str) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # gone, a zombie, or somebody else's
             if process.pid != os.getpid() and mark in process.environ().get(MARK, ""):
-                name = process.name()
-                order = 0 if "Agent" in name or not name.startswith("ray") else 1 if name == "raylet" else 2
+                line = " ".join(process.cmdline()[:1])
+                order = 1 if line.endswith("/raylet") else 2 if line.startswith("ray::") and "Agent" not in line else 0
                 found.append((order, process.pid, process))
     return [process for *_, process in sorted(found, key=lambda item: item[:2])]
 
@@ -164,7 +178,7 @@ class Machines:
 def lose(machines: Machines, store: str, size: str, repeat: int) -> dict[str, Any]:
     """Kill one node of a fresh run: by turns one that holds only a worker, and one with a checkpoint actor besides.
 
-    Of two checkpoint actors Ray places one on the head and the other one beside a worker.
+    Where checkpoint actors are is Ray's choice; of two, mostly one is beside a worker.
     """
     machines.ready()
     run = Struck(replace(SURVIVOR, log_actors=1 + repeat % 2), store, size)
@@ -187,5 +201,6 @@ def _noticed(machines: Machines, run: Struck, address: str) -> float:
 
 
 def measure(store: str, size: str, repeats: int, show: Any) -> list[dict[str, Any]]:
-    with Machines() as machines:
+    out, err = (cast(TextIO, Quiet(stream)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), Machines() as machines:
         return [show("node", repeat, lose(machines, store, size, repeat)) for repeat in range(repeats)]

@@ -105,7 +105,7 @@ class Struck:
 
     def healed(self) -> None:
         """Wait until a step was finished after the fault."""
-        until("the next step", lambda: any("healed from the" in line for line in self.progress()["events"]))
+        until("the next step", lambda: any("healed from the survivor" in line for line in self.progress()["events"]))
 
     def two_again(self) -> float:
         """Wait until a step was finished by two workers again; return when that was seen."""
@@ -124,15 +124,14 @@ class Struck:
         summary = self.handle.summary()
         healings = [body for _, body in sorted(self._chain().events("healing-").items())]
         self.handle.close()
-        first = healings[0]
+        formed = [body["began"] + body["seconds_to_group_formed"] for body in healings]
         return {
             "case": self.case.name,
-            "noticed_s": round(first["began"] - killed, 3),
-            "group_s": round(first["began"] + first["seconds_to_group_formed"] - killed, 3),
-            "next_step_s": round(first["began"] + first["seconds_to_next_step"] - killed, 3),
+            "noticed_s": round(min(body["began"] for body in healings) - killed, 3),
+            "group_s": round(max(formed) - killed, 3),
+            "next_step_s": round(max(body["began"] + body["seconds_to_next_step"] for body in healings) - killed, 3),
             "steps_again": sum(body["steps_lost"] + body["steps_recomputed"] for body in healings),
-            "tier": first["tier"],
-            "healings": len(healings),
+            "healed": [f"{body['kind']} from the {body['tier']}" for body in healings],
             "exactness": summary["exactness"],
             "step_ms": round(1e3 * self._heard["step_s"], 1),
         }

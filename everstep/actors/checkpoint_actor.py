@@ -126,6 +126,7 @@ class CheckpointActor:
         return {
             "index": self.spec.index,
             "generation": self.spec.generation,
+            "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
             "received": self.replica.received(),
             "durable": self.replica.durable(),

@@ -6,6 +6,7 @@ from typing import Any
 
 from everstep.actors.checkpoint_actor import CheckpointActor
 from everstep.actors.environment import ray, start
+from everstep.actors.member import Member
 from everstep.actors.nodes import draining
 from everstep.actors.spec import Ack, CheckpointerSpec, actor_name
 from everstep.core import clock
@@ -17,6 +18,7 @@ from everstep.storage.chain import Chain
 
 CALL_S = 120.0  # a state may have to be replayed first
 LOOK_S = 0.5
+SILENT_S = 5.0
 
 
 class Checkpointers:
@@ -38,6 +40,7 @@ class Checkpointers:
         self._dead: set[int] = set()
         self._asked: dict[int, Any] = {}
         self._looked = 0.0
+        self._heard: dict[int, float] = {}  # when each that is built answered last
 
     def __bool__(self) -> bool:
         return bool(self.shards)
@@ -58,6 +61,7 @@ class Checkpointers:
         self.status = [{**status, "node": ""} for status in self.status]  # that of the last ones
         self._dead.clear()
         self._asked.clear()
+        self._heard.clear()
 
     def retune(self, intervals: Intervals) -> None:
         """Have them, and those that take their places, write at these intervals."""
@@ -67,9 +71,20 @@ class Checkpointers:
 
     def replace(self, chain: Chain, group_epoch: int) -> None:
         """Start new ones in the chain's new generation in the place of all."""
-        for actor in self.actors:
-            ray.kill(actor, no_restart=True)
+        self.close()
         self.start(chain, group_epoch)
+
+    def ready(self) -> None:
+        """Wait until all have restored their shards.
+
+        Raises:
+            GroupBroken: one of them is gone, or is built and answers no more.
+        """
+        asked = [actor.status.remote() for index, actor in enumerate(self.actors) if index in self._heard]
+        limit = self._patience()
+        if asked and len(ray.wait(asked, num_returns=len(asked), timeout=limit)[0]) < len(asked):
+            raise GroupBroken(f"a checkpoint actor has not answered for {limit:g} s")
+        self.ask("ready")
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = CALL_S) -> list[Any]:
         """Call a method on all of them and return the answers.
@@ -109,19 +124,28 @@ class Checkpointers:
             del self._asked[index]
             try:
                 self.status[index] = ray.get(ref)
+                self._heard[index] = now
             except ray.exceptions.RayActorError:
                 self._dead.add(index)
 
     def facts(self) -> tuple[CheckpointerFacts, ...]:
         """Return what is known of each."""
-        going = draining()
+        going, silent = draining(), clock.monotonic() - self._patience()
         return tuple(
             CheckpointerFacts(
-                index, index not in self._dead, status.get("store_error_s"), status.get("store_error", ""),
-                status.get("fatal"), status.get("node", "") in going,
+                index,
+                index not in self._dead and self._heard.get(index, silent) >= silent,
+                status.get("store_error_s"),
+                status.get("store_error", ""),
+                status.get("fatal"),
+                leaves=status.get("node", "") in going,
             )
             for index, status in enumerate(self.status)
-        )  # fmt: skip
+        )
+
+    def _patience(self) -> float:
+        """How long one that is built may leave a question open: it merges meanwhile."""
+        return max(self.settings.workers.hang_timeout_s, SILENT_S)
 
     def lowest(self, what: str) -> int | None:
         """Return the lowest lsn over all shards of "received" or "durable", as last heard; None: not heard yet."""
@@ -129,9 +153,10 @@ class Checkpointers:
         return min(values, default=None)
 
     def close(self) -> None:
-        """Kill them all."""
-        for actor in self.actors:
-            ray.kill(actor, no_restart=True)
+        """Kill them all, stopped ones too."""
+        for index, actor in enumerate(self.actors):
+            status = self.status[index] if index in self._heard else {}
+            Member("", actor, status.get("pid", 0), status.get("node", "")).kill()
         self.actors = []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from everstep.actors.bookkeeping import Bookkeeper
 from everstep.actors.checkpointers import Checkpointers
@@ -98,9 +98,12 @@ class RunContext:
         self.exactness = chain.manifest.exactness
         self.sizes = sizes(chain.events())
 
-    def renew_checkpointers(self) -> None:
-        """Take the log over as a new generation, with new checkpoint actors in the place of all."""
-        self.chain = self.patiently(lambda: Chain.take_over(self.chain.store, self.name, cut="each"))
+    def renew_checkpointers(self, cut: Literal["each", "common"] = "each") -> None:
+        """Take the log over as a new generation, with new checkpoint actors in the place of all.
+
+        `cut`: whether each shard's log goes on where it ends, or all where the shortest does.
+        """
+        self.chain = self.patiently(lambda: Chain.take_over(self.chain.store, self.name, cut=cut))
         self.healings.chain = self.chain
         self.checkpointers.replace(self.chain, self.group_epoch)
         self.checkpointers.ask("ready")
@@ -108,7 +111,7 @@ class RunContext:
     def ensure_checkpointers(self) -> None:
         """Replace the checkpoint actors if one of them is gone."""
         try:
-            self.checkpointers.ask("ready")
+            self.checkpointers.ready()
         except GroupBroken:
             self.replace_checkpointers()
 

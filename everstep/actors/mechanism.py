@@ -47,12 +47,12 @@ class Mechanism:
     def start(self) -> None:
         """Begin or take over the log and set the workers running; or find a run that is alive, and go on with it."""
         run, store = self.run, store_of(self.run.settings)
-        workers, checkpointers = adoption.find(run.name)
-        if workers:
+        found = adoption.find(run.name)
+        if found.workers and Chain.exists(store, run.name):
             run.open_log(Chain.open(store, run.name))
-            if adoption.adopt(run, workers, checkpointers):
-                self.regroup(Regroup("the fault handler was restarted", "fault_handler_lost", size=self.scaling.target))
-                return
+        if found and adoption.adopt(run, found):
+            self.regroup(Regroup("the fault handler was restarted", "fault_handler_lost", size=self.scaling.target))
+            return
         run.open_log(self._begin_log(store))
         self._start_actors()
 
@@ -130,7 +130,9 @@ class Mechanism:
         """Take the log over with new checkpoint actors; training goes on, workers resend what is not durable."""
         self.run.replace_checkpointers()
         for member in self.run.crew.members:
-            member.actor.connect_checkpointers.remote(self.run.checkpointers.actors)
+            if member.actor is not None:
+                member.actor.connect_checkpointers.remote(self.run.checkpointers.actors)
+        self.run.crew.last_progress = clock.monotonic()  # nobody looked meanwhile
 
     def finish(self, *, stopped: bool) -> None:
         """Make everything durable, close the log, make the summary."""

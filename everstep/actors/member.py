@@ -16,7 +16,7 @@ from everstep.actors.environment import ray, start
 from everstep.actors.spec import Formed, RunResult, WorkerSpec, actor_name
 from everstep.actors.train_worker import TrainWorker
 from everstep.core import clock
-from everstep.core.errors import RunFailed
+from everstep.core.errors import GroupBroken
 from everstep.core.ids import new_id
 from everstep.platform.settings import JobSettings
 
@@ -80,6 +80,7 @@ def built_or_why(reference: Any) -> Mapping[str, Any]:
     """Return the answer to a worker's first `status`, which has come.
 
     Raises:
+        GroupBroken: the process or its node was lost meanwhile.
         EverstepError: the worker cannot be built.
     """
     try:
@@ -87,8 +88,8 @@ def built_or_why(reference: Any) -> Mapping[str, Any]:
         return answer
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
-    except ray.exceptions.RayActorError as error:
-        raise RunFailed(f"a worker could not be built: {plain(error)}", hint="see the cause above") from error
+    except ray.exceptions.RayError as error:
+        raise GroupBroken(f"a worker was lost while it was built: {plain(error)}") from error
 
 
 def plain(error: BaseException) -> str:

@@ -15,11 +15,13 @@ from everstep.actors.member import Member, built_or_why, make
 from everstep.actors.nodes import draining, room
 from everstep.actors.spec import WorkerSpec
 from everstep.core import clock
-from everstep.core.errors import EverstepError, RunFailed
+from everstep.core.errors import EverstepError, GroupBroken, RunFailed
 from everstep.platform.settings import JobSettings
 from everstep.platform.states import NewcomerFacts
 
 AGAIN_S = 5.0  # after a worker could not be built, twice as long after each further one
+SOON_S = 0.5  # the same after one was lost
+LOST_OFTEN = 8  # in a row: then there is more to it than a node that died
 WORD_S = 10.0  # a wait is told about after so long
 LOOK_S = 0.2
 
@@ -77,9 +79,10 @@ class Newcomers:
         for one in sorted(self.all, key=_progress)[: len(self.all) - count]:
             self._drop(one)
 
-    def adopt(self, members: Sequence[Member]) -> None:
-        """Take over workers that are there already; they are built."""
-        self.all += [Newcomer(member) for member in members]
+    def adopt(self, built: Sequence[Member], coming: Sequence[Member]) -> None:
+        """Take over workers that are there already, and such as are being made."""
+        self.all += [Newcomer(member) for member in built]
+        self.all += [Newcomer(member, asked=member.actor.status.remote()) for member in coming]
 
     def prepare(self, count: int, checkpointers: Sequence[Any]) -> None:
         """Have `count` built ones catch up with what the checkpoint actors have; without any they need not."""
@@ -181,13 +184,25 @@ class Newcomers:
         try:
             one.member.met(built_or_why(one.asked))
         except EverstepError as error:
-            self._error, self._failures = error, self._failures + 1
-            one.member.kill()
-            one.member, one.asked = None, None
-            one.again = clock.monotonic() + AGAIN_S * 2 ** min(self._failures - 1, 6)
-            self.tell(f"a worker could not be built: {error.message.strip().splitlines()[-1]}")
+            self._failed(one, error)
             return
         one.asked, self._error, self._failures = None, None, 0
+
+    def _failed(self, one: Newcomer, error: EverstepError) -> None:
+        """Make it again later. What the worker itself says is believed at once, a process that was lost only if often.
+
+        A process may be lost with its node, by chance, or because building it takes more memory than there is.
+        """
+        assert one.member is not None
+        self._failures += 1
+        lost = isinstance(error, GroupBroken)
+        if not lost or self._failures >= LOST_OFTEN:
+            self._error = RunFailed(error.message, hint="see the cause above") if lost else error
+        one.member.kill()
+        one.member, one.asked = None, None
+        pause = SOON_S if lost else AGAIN_S
+        one.again = clock.monotonic() + pause * 2 ** min(self._failures - 1, 6)
+        self.tell(f"a worker could not be built: {error.message.strip().splitlines()[0]}")
 
     def _caught_up(self, one: Newcomer) -> None:
         try:

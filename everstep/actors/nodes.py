@@ -36,11 +36,25 @@ def _left() -> dict[str, float]:
     return {node: _seconds(deadline) for node, deadline in found.items()}
 
 
+def processes() -> dict[str, tuple[str, int]]:
+    """Return (node, process id) of every actor that is built, by Ray name; empty if Ray does not say."""
+    ask = getattr(_state(), "actors", None)
+    table = ask() if ask is not None else {}
+    return {
+        actor["Name"]: (actor["Address"]["NodeID"], actor["Pid"])
+        for actor in table.values()
+        if actor.get("State") == "ALIVE" and actor.get("Pid")
+    }
+
+
 def _asked() -> dict[str, int]:
-    """Ray has no public call for it; its own trainer uses this one. A Ray without it has no draining nodes for us."""
-    state: Any = getattr(getattr(ray, "_private", None), "state", None)
-    ask = getattr(getattr(state, "state", None), "get_draining_nodes", None)
+    ask = getattr(getattr(_state(), "state", None), "get_draining_nodes", None)
     return dict(ask() or {}) if ask is not None else {}
+
+
+def _state() -> Any:
+    """Ray has no public calls for these; its own trainer uses them. Without them nodes are left when they die."""
+    return getattr(getattr(ray, "_private", None), "state", None)
 
 
 def _seconds(deadline_ms: int) -> float:

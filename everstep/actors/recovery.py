@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from everstep.actors.checkpointers import merged
 from everstep.actors.context import RunContext
 from everstep.actors.healing import Healing
 from everstep.actors.member import Member
@@ -78,7 +79,7 @@ def load_state(run: RunContext, healing: Healing | None, finished: int, how: str
         run.crew.ask(run.crew.members[0], "begin")
         return
     run.checkpointers.ask("ready")
-    complete = min(run.checkpointers.begin_epoch(run.group_epoch, None).values())
+    complete = _common(run)
     run.checkpointers.ask("advance", complete)
     run.checkpointers.ask("begin_epoch", run.group_epoch, complete)  # drops what other shards have beyond
     start = complete
@@ -93,6 +94,20 @@ def load_state(run: RunContext, healing: Healing | None, finished: int, how: str
         healing.exactness = run.exactness
         healing.tier = "store" if start < complete else healing.tier
         run.tell(f"going on from step {start} ({run.exactness}); the log reaches step {complete}")
+
+
+def _common(run: RunContext) -> int:
+    """Return the last step that all shards have, with no shard's log going on beyond it.
+
+    Nobody is left to send the others what one shard has in the store beyond it: that is cut off, by a takeover.
+    """
+    for _ in range(2):
+        acks = run.checkpointers.ask("begin_epoch", run.group_epoch, None)
+        complete = min(merged(acks).values())
+        if max(lsn for ack in acks for lsn in ack.durable.values()) <= complete:
+            break
+        run.renew_checkpointers("common")
+    return complete
 
 
 def _recomputable(run: RunContext, complete: int, how: str) -> tuple[CompressorSnapshot | None, int] | None:

@@ -30,6 +30,9 @@ ENVIRONMENT = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
+    "RAY_health_check_initial_delay_ms": "1000",  # as in cluster.yaml, a little more patient
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_failure_threshold": "5",
     "PYTHONPATH": str(ROOT),
     "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",  # Ray jobs call `python`
 }

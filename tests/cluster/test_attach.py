@@ -71,8 +71,14 @@ def digest(store: str, run: str) -> str:
 
 
 def gone(*roles: str, run: str) -> bool:
-    known = {item["name"] for item in ray.util.list_named_actors(all_namespaces=True)}
-    return not any(name.startswith(actor_name(run, role)) for role in roles for name in known)
+    """Whether a run's actors of these roles end."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        known = {item["name"] for item in ray.util.list_named_actors(all_namespaces=True)}
+        if not any(name.startswith(actor_name(run, role)) for role in roles for name in known):
+            return True
+        time.sleep(0.1)
+    return False
 
 
 @pytest.fixture(scope="module")

@@ -130,9 +130,9 @@ def test_a_run_grows_with_the_nodes_that_come_and_outlives_one_that_dies(local: 
     assert_every_sample_once(ledger)
     seen, consumed = counts(ledger), done["steps"] * GLOBAL
     least, most = consumed // len(seen), -(-consumed // len(seen))
-    print(f"world sizes {done['world_sizes']}; {fault['kind']} at step {fault['step']}, lost {fault['steps_lost']} steps")
-    print(f"ids seen {int(seen.sum())}, expected {consumed}; of {len(seen)} samples {int((seen < least).sum())} missing, "
-          f"{int((seen > most).sum())} too often")  # fmt: skip
+    missing, twice = int((seen < least).sum()), int((seen > most).sum())
+    print(f"world sizes {done['world_sizes']}, steps lost {fault['steps_lost']}")
+    print(f"ids seen {int(seen.sum())}, expected {consumed}; of {len(seen)}: {missing} missing, {twice} too often")
     until(lambda: list(local.machines().values()) == ["head"], "idle machines did not leave")
 
 

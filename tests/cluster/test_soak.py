@@ -84,7 +84,8 @@ class Soak:
         before, deadline = -1, clock.monotonic() + PATIENCE_S
         while before < 0 or self.logged() < before + steps:
             before = self.logged() if before < 0 else before
-            assert clock.monotonic() < deadline, (self.folder / "driver.log").read_text()[-6000:]
+            ended = self.driver is not None and self.driver.poll() is not None
+            assert not ended and clock.monotonic() < deadline, (self.folder / "driver.log").read_text()[-6000:]
             clock.sleep(0.2)
 
     def actors(self, role: str) -> list[psutil.Process]:
