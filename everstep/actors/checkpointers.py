@@ -7,7 +7,7 @@ from typing import Any
 from everstep.actors.checkpoint_actor import CheckpointActor
 from everstep.actors.environment import ray, start
 from everstep.actors.member import Member
-from everstep.actors.nodes import draining
+from everstep.actors.nodes import away_from, draining
 from everstep.actors.spec import Ack, CheckpointerSpec, actor_name
 from everstep.core import clock
 from everstep.core.errors import GroupBroken
@@ -19,6 +19,7 @@ from everstep.storage.chain import Chain
 CALL_S = 120.0  # a state may have to be replayed first
 LOOK_S = 0.5
 SILENT_S = 5.0
+PROBE_S = 1.0
 
 
 class Checkpointers:
@@ -40,6 +41,7 @@ class Checkpointers:
         self._dead: set[int] = set()
         self._asked: dict[int, Any] = {}
         self._looked = 0.0
+        self._suspects: frozenset[str] = frozenset()  # nodes that are best avoided
         self._heard: dict[int, float] = {}  # when each that is built answered last
 
     def __bool__(self) -> bool:
@@ -53,7 +55,7 @@ class Checkpointers:
             self.killable,
         )  # fmt: skip
         name = actor_name(chain.run, "checkpointer/", f"{index}-g{chain.manifest.generation}")
-        return start(CheckpointActor, spec, name=name, scheduling_strategy="SPREAD")
+        return start(CheckpointActor, spec, name=name, scheduling_strategy=away_from(self._suspects, index))
 
     def start(self, chain: Chain, group_epoch: int) -> None:
         """Start all of them."""
@@ -74,15 +76,21 @@ class Checkpointers:
         self.close()
         self.start(chain, group_epoch)
 
-    def ready(self) -> None:
+    def ready(self, suspects: frozenset[str] = frozenset()) -> None:
         """Wait until all have restored their shards.
+
+        Args:
+            suspects: nodes that somebody else has just been lost on: Ray may believe in them for long.
 
         Raises:
             GroupBroken: one of them is gone, or is built and answers no more.
         """
-        asked = [actor.status.remote() for index, actor in enumerate(self.actors) if index in self._heard]
-        limit = self._patience()
-        if asked and len(ray.wait(asked, num_returns=len(asked), timeout=limit)[0]) < len(asked):
+        built = [index for index in range(len(self.actors)) if index in self._heard]
+        asked = {self.actors[index].status.remote(): self.status[index].get("node", "") for index in built}
+        limit = PROBE_S if suspects & set(asked.values()) else self._patience()
+        done, silent = ray.wait(list(asked), num_returns=len(asked), timeout=limit) if asked else ([], [])
+        self._suspects = suspects | {asked[reference] for reference in silent}
+        if silent:
             raise GroupBroken(f"a checkpoint actor has not answered for {limit:g} s")
         self.ask("ready")
 

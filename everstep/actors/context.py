@@ -109,9 +109,10 @@ class RunContext:
         self.checkpointers.ask("ready")
 
     def ensure_checkpointers(self) -> None:
-        """Replace the checkpoint actors if one of them is gone."""
+        """Replace the checkpoint actors if one of them is gone, perhaps with the node of a worker that is."""
+        lost = {m.node for m in self.crew.members if m.result is not None and m.result.outcome == "dead"} - {""}
         try:
-            self.checkpointers.ready()
+            self.checkpointers.ready(frozenset(lost))
         except GroupBroken:
             self.replace_checkpointers()
 

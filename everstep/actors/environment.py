@@ -32,8 +32,12 @@ def prepare() -> None:
 prepare()
 
 import ray as _ray  # noqa: E402  # only now
+from ray.util.metrics import Counter as Counter  # noqa: E402
+from ray.util.metrics import Gauge as Gauge  # noqa: E402
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 ray: Any = _ray  # its own annotations refuse the concurrency groups that it documents
+NodeAffinity: Any = NodeAffinitySchedulingStrategy
 NAMESPACE = "everstep"
 F = TypeVar("F", bound=Callable[..., Any])
 

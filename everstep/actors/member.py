@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from everstep.actors.environment import ray, start
+from everstep.actors.environment import NodeAffinity, ray, start
 from everstep.actors.spec import Formed, RunResult, WorkerSpec, actor_name
 from everstep.actors.train_worker import TrainWorker
 from everstep.core import clock
@@ -102,7 +101,7 @@ def _kill_process(node: str, pid: int) -> None:
     if node == ray.get_runtime_context().get_node_id():
         _kill_here(pid)
         return
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    strategy = NodeAffinity(node, soft=False)
     ray.remote(num_cpus=0, max_retries=0)(_kill_here).options(scheduling_strategy=strategy).remote(pid)
 
 

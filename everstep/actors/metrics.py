@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ray.util.metrics import Counter, Gauge
-
+from everstep.actors.environment import Counter, Gauge
 from everstep.core import clock
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import math
 import threading
 from typing import Any
 
-from everstep.actors.environment import ray
+from everstep.actors.environment import NodeAffinity, ray
 from everstep.core import clock
 
 LOOK_S = 1.0
@@ -34,6 +34,17 @@ def _left() -> dict[str, float]:
     if found and all(node["NodeID"] in found for node in ray.nodes() if node["Alive"]):
         return {}
     return {node: _seconds(deadline) for node, deadline in found.items()}
+
+
+def away_from(suspects: frozenset[str], number: int) -> Any:
+    """Return how to place the `number`th of a few actors: spread over the nodes, but for those that look lost.
+
+    Ray goes on placing actors on a dead node until it has declared it dead, and they wait there so long.
+    """
+    others = sorted(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeID"] not in suspects) if suspects else []
+    if not others:
+        return "SPREAD"
+    return NodeAffinity(others[number % len(others)], soft=True)
 
 
 def processes() -> dict[str, tuple[str, int]]:
