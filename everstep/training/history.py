@@ -34,9 +34,9 @@ def sizes(events: Events) -> list[tuple[int, int]]:
 
 
 def sizes_between(pairs: Sequence[tuple[int, int]], after: int, last: int) -> set[int]:
-    """Return the world sizes that steps `after` + 1 to `last` were taken with, as `sizes` gives them."""
-    ends = [step for step, _ in pairs[1:]] + [last]
-    return {size for (step, size), end in zip(pairs, ends, strict=True) if end > after and step < last}
+    """Return the world sizes that steps `after` + 1 to `last` were taken with, as `sizes` gives them; {}: not known."""
+    ends = [*(step for step, _ in pairs[1:]), last]
+    return {size for (step, size), end in zip(pairs, ends, strict=False) if end > after and step < last}
 
 
 def bodies(events: Events, prefix: str) -> list[dict[str, Any]]:

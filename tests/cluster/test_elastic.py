@@ -11,6 +11,7 @@ import torch
 from everstep.actors.environment import ray
 from everstep.actors.run import Handle
 from everstep.core import clock
+from everstep.core.errors import RunFailed
 from everstep.platform.settings import JobSettings
 from everstep.training.blueprint import Blueprint
 from everstep.training.restore import best_snapshot, read_residual, restore
@@ -62,7 +63,7 @@ def assert_every_sample_once(done: Done) -> None:
     assert set(found.tolist()) <= {float(consumed // SAMPLES), float(-(-consumed // SAMPLES))}
 
 
-@pytest.mark.parametrize("compression", ["none", "topk"])
+@pytest.mark.parametrize("compression", ["none", pytest.param("topk", marks=pytest.mark.soak)])
 def test_the_same_bits_at_any_world_size(tmp_path: Path, compression: str) -> None:
     """2 -> 3 -> 1 -> 4 workers, against one worker all the time."""
     chosen = {"compression": {"method": compression, "density": 0.2}}
@@ -116,3 +117,26 @@ def test_what_a_leaving_worker_had_not_sent_is_sent_by_another(tmp_path: Path) -
     every = snapshot.lsn * GLOBAL // SAMPLES
     assert float(seen.min()) == pytest.approx(every, abs=1e-3) and float(seen.max()) <= every + 1 + 1e-3
     done.verify()
+
+
+def test_more_than_the_cluster_can_give_is_waited_for_and_then_told(tmp_path: Path) -> None:
+    workers = {"cpus": 1000.0, "wait_timeout_s": 11.0, "spares": 0}
+    with launched(job(tmp_path, "much", LEDGER, workers=workers)) as handle:
+        state = wait(handle)
+        with pytest.raises(
+            RunFailed, match=r"waiting for 2 workers .* each asks for 1000 CPU; the cluster has"
+        ) as found:
+            handle.summary()
+    assert "workers.wait_timeout_s = 11" in str(found.value) and "ray status" in found.value.hint
+    assert any("waiting for 2 workers" in line for line in state["events"])  # told while it waited
+
+
+def test_eight_workers(tmp_path: Path) -> None:
+    eight = LEDGER | {
+        "batch": {"global_size": GLOBAL, "micro_shards": 8},
+        "optimizer": {**LEDGER["optimizer"], "lr": 8.0},
+    }
+    workers = {"min": 8, "max": 8, "spares": 0, "cpus": 0.5}
+    done = run(job(tmp_path, "eight", eight, run={"steps": 40}, workers=workers))
+    assert done.summary["world_sizes"] == [8]
+    assert_every_sample_once(done)

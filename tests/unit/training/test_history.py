@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep.training.history import best, bodies, evaluation_name, evaluations, rewind_name
+from everstep.training.history import (
+    best,
+    bodies,
+    evaluation_name,
+    evaluations,
+    rewind_name,
+    size_name,
+    sizes,
+    sizes_between,
+)
 
 
 def told(*entries: tuple[int, int, float], rewinds: tuple[tuple[int, int], ...] = ()) -> dict[str, dict[str, Any]]:
@@ -56,3 +65,25 @@ def test_evaluations_of_the_first_runs_have_no_generation() -> None:
 
 def test_bodies_are_sorted_by_name() -> None:
     assert bodies({"gap-2": {"a": 2}, "gap-1": {"a": 1}, "x": {}}, "gap-") == [{"a": 1}, {"a": 2}]
+
+
+def resized(*rows: tuple[int, int, int]) -> dict[str, dict[str, Any]]:
+    """(generation, lsn, size)."""
+    return {size_name(lsn, g): {"lsn": lsn, "generation": g, "size": size} for g, lsn, size in rows}
+
+
+def test_world_sizes_are_in_order_and_rewinds_void_them() -> None:
+    assert sizes(resized((1, 0, 2), (1, 40, 3), (1, 7, 1))) == [(0, 2), (7, 1), (40, 3)]
+    assert sizes(resized((1, 0, 2), (1, 40, 3), (2, 40, 1))) == [(0, 2), (40, 1)]
+    rewound = {rewind_name(2): {"generation": 2, "step": 20}}
+    assert sizes(resized((1, 0, 2), (1, 10, 3), (1, 40, 4), (2, 20, 1)) | rewound) == [(0, 2), (10, 3), (20, 1)]
+
+
+def test_the_sizes_that_steps_were_taken_with() -> None:
+    pairs = [(0, 2), (10, 3), (20, 2)]
+    assert sizes_between(pairs, 0, 10) == {2}
+    assert sizes_between(pairs, 9, 11) == {2, 3}
+    assert sizes_between(pairs, 10, 20) == {3}
+    assert sizes_between(pairs, 20, 25) == {2}
+    assert sizes_between(pairs, 5, 25) == {2, 3}
+    assert sizes_between([], 0, 5) == set()

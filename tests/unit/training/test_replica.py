@@ -333,3 +333,56 @@ def test_long_segments_are_cut_into_pieces(monkeypatch: pytest.MonkeyPatch) -> N
     pieces = [(cut.first, cut.last, len(cut.batches)) for cut in module._pieces(2, batches, 7)]
     assert pieces == [(7, 8, 2), (9, 9, 1), (10, 12, 3)]
     assert module._pieces(2, [], 0) == []
+
+
+# --- lending records to whoever catches up
+
+
+def lsns(batches: list[pa.RecordBatch] | None) -> list[int] | None:
+    return None if batches is None else [lsn_of(batch) for batch in batches]
+
+
+def test_records_are_held_until_they_are_merged(replica: Replica, live: Live) -> None:
+    feed(replica, live, (1, 2, 3, 4), complete=4)
+    assert lsns(replica.held(1, 1, 3)) == [2, 3]
+    assert lsns(replica.held(1, 3, 3)) == []
+    merge_all(replica, 2)
+    assert lsns(replica.held(1, 2, 4)) == [3, 4]
+    assert replica.held(1, 1, 4) is None  # 2 is merged
+
+
+def test_lent_records_are_held_after_they_are_merged(replica: Replica, live: Live) -> None:
+    feed(replica, live, (1, 2), complete=2)
+    merge_all(replica)
+    replica.lend(60.0)
+    feed(replica, live, (3, 4, 5), complete=5)
+    merge_all(replica, 4)
+    assert lsns(replica.held(1, 2, 5)) == [3, 4, 5]
+    assert replica.held(1, 1, 5) is None
+    replica.lend(-1.0)  # nobody catches up any more
+    merge_all(replica)
+    assert replica.held(1, 2, 5) is None and replica.held_bytes() == 0
+
+
+def test_a_borrower_comes_to_the_same_state(replica: Replica, live: Live) -> None:
+    feed(replica, live, (1, 2), complete=2)
+    merge_all(replica)
+    replica.lend(60.0)
+    borrower = {}
+    for shard, state in replica.states.items():
+        borrower[shard] = live.blueprint.shard_state(shard, blank=True)
+        borrower[shard].state.load(state.state.tensors(), state.lsn)
+    feed(replica, live, range(3, STEPS + 1), complete=STEPS)
+    merge_all(replica, 4)
+    for shard, state in borrower.items():
+        for batch in replica.held(shard, state.lsn, STEPS) or ():
+            state.merge(batch)
+    assert whole_digest(list(borrower.values())) == live.digests[STEPS]
+
+
+def test_a_merge_goes_no_further_than_asked_while_steps_go_on(replica: Replica, live: Live) -> None:
+    """A state that is called that of step 3 is, although the complete lsn grows while it is made."""
+    feed(replica, live, (1, 2, 3), complete=3)
+    lsn = replica.complete
+    feed(replica, live, (4, 5), complete=5)
+    assert merge_all(replica, lsn) == live.digests[3]
