@@ -39,10 +39,10 @@ class Checkpointers:
         self.actors: list[Any] = []
         self.status: list[dict[str, Any]] = [{} for _ in shards]
         self._dead: set[int] = set()
-        self._asked: dict[int, Any] = {}
+        self._asked: dict[int, tuple[Any, float]] = {}  # the open question to each, and since when
         self._looked = 0.0
         self._suspects: frozenset[str] = frozenset()  # nodes that are best avoided
-        self._heard: dict[int, float] = {}  # when each that is built answered last
+        self._built: set[int] = set()  # those that have answered
 
     def __bool__(self) -> bool:
         return bool(self.shards)
@@ -63,7 +63,7 @@ class Checkpointers:
         self.status = [{**status, "node": ""} for status in self.status]  # that of the last ones
         self._dead.clear()
         self._asked.clear()
-        self._heard.clear()
+        self._built.clear()
 
     def retune(self, intervals: Intervals) -> None:
         """Have them, and those that take their places, write at these intervals."""
@@ -85,7 +85,7 @@ class Checkpointers:
         Raises:
             GroupBroken: one of them is gone, or is built and answers no more.
         """
-        built = [index for index in range(len(self.actors)) if index in self._heard]
+        built = [index for index in range(len(self.actors)) if index in self._built]
         asked = {self.actors[index].status.remote(): self.status[index].get("node", "") for index in built}
         limit = PROBE_S if suspects & set(asked.values()) else self._patience()
         done, silent = ray.wait(list(asked), num_returns=len(asked), timeout=limit) if asked else ([], [])
@@ -109,8 +109,8 @@ class Checkpointers:
     def _answers(self, refs: list[Any], timeout_s: float) -> list[Any]:
         try:
             return list(ray.get(refs, timeout=timeout_s))
-        except ray.exceptions.RayActorError as error:
-            raise GroupBroken("a checkpoint actor is gone") from error
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            raise GroupBroken("a checkpoint actor is gone, or does not answer") from error
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
 
@@ -125,24 +125,25 @@ class Checkpointers:
             self._looked = now
             for index, actor in enumerate(self.actors):
                 if index not in self._asked:
-                    self._asked[index] = actor.status.remote()
-        for index, ref in list(self._asked.items()):
+                    self._asked[index] = (actor.status.remote(), now)
+        for index, (ref, _) in list(self._asked.items()):
             if not ray.wait([ref], timeout=0)[0]:
                 continue
             del self._asked[index]
             try:
                 self.status[index] = ray.get(ref)
-                self._heard[index] = now
+                self._built.add(index)
             except ray.exceptions.RayActorError:
                 self._dead.add(index)
 
     def facts(self) -> tuple[CheckpointerFacts, ...]:
         """Return what is known of each."""
-        going, silent = draining(), clock.monotonic() - self._patience()
+        going, limit = draining(), clock.monotonic() - self._patience()
+        silent = {index for index, (_, since) in self._asked.items() if index in self._built and since < limit}
         return tuple(
             CheckpointerFacts(
                 index,
-                index not in self._dead and self._heard.get(index, silent) >= silent,
+                index not in self._dead | silent,
                 status.get("store_error_s"),
                 status.get("store_error", ""),
                 status.get("fatal"),
@@ -163,7 +164,7 @@ class Checkpointers:
     def close(self) -> None:
         """Kill them all, stopped ones too."""
         for index, actor in enumerate(self.actors):
-            status = self.status[index] if index in self._heard else {}
+            status = self.status[index] if index in self._built else {}
             Member("", actor, status.get("pid", 0), status.get("node", "")).kill()
         self.actors = []
 

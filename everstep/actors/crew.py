@@ -131,6 +131,9 @@ class Crew:
         except ray.exceptions.RayActorError as error:
             member.result = RunResult("dead", member.lsn)
             raise GroupBroken(f"a worker is gone (asked to {method})") from error
+        except ray.exceptions.GetTimeoutError as error:
+            member.kill()
+            raise GroupBroken(f"a worker did not answer for {ANSWER_S:g} s (asked to {method})") from error
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
 

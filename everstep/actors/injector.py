@@ -5,13 +5,17 @@ A firing is stored before it acts, by create-if-absent, so it happens once whate
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 
+from everstep.actors.environment import ray
 from everstep.core import clock
+from everstep.core.errors import RunFailed
 from everstep.platform.settings import FaultSettings
 from everstep.storage.chain import Chain
 from everstep.storage.keys import BaseKey, CompressorKey, SegmentKey, parse
@@ -120,6 +124,26 @@ class StoreInjector:
                     if fault.kind == "kill_everything" and self.killable is not None:
                         kill_tree(self.killable)
                     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_actor(victim: Any) -> None:
+    """Have an actor kill itself."""
+    with contextlib.suppress(ray.exceptions.RayError):  # it died
+        ray.get(victim.die.remote(), timeout=10)
+
+
+def kill_cluster(driver: int | None) -> None:
+    """SIGKILL everything that this driver started, ourselves included.
+
+    Raises:
+        RunFailed: the cluster is not the driver's own.
+    """
+    if driver is None:
+        raise RunFailed(
+            "fault kill_everything: this cluster was not started by everstep, so it is not killed",
+            hint="run without RAY_ADDRESS, on a local cluster",
+        )
+    kill_tree(driver)
 
 
 def kill_tree(root: int) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from everstep.actors.catching_up import Shadow
 from everstep.actors.environment import NAMESPACE, actor, control, ray
-from everstep.actors.injector import Injector, kill_tree
+from everstep.actors.injector import Injector, kill_actor, kill_cluster
 from everstep.actors.levelling import Levelled, Standing, level
 from everstep.actors.moving import from_arrays, to_arrays
 from everstep.actors.notebook import Notebook
@@ -28,7 +28,7 @@ from everstep.actors.state_transfer import delta_crc
 from everstep.actors.times import Times
 from everstep.compressors import build_compressor
 from everstep.core import clock
-from everstep.core.errors import EverstepError, Interruption, RunFailed
+from everstep.core.errors import EverstepError, Interruption
 from everstep.platform.settings import from_dict
 from everstep.storage.chain import Chain
 from everstep.tasks import build_dataset
@@ -174,10 +174,6 @@ class TrainWorker:
             self.sender.begin_epoch(formation.group_epoch, self._owned, self.checkpointers)
 
     # ---- the training thread ----
-
-    def ready(self) -> int:
-        """Return the process id once everything is built."""
-        return os.getpid()
 
     def come_out(self) -> RunResult:
         """Return once whatever this worker did before has ended: a new fault handler's first question."""
@@ -395,18 +391,9 @@ class TrainWorker:
 
     def _strike(self, kind: str, target: int) -> None:
         """Carry out a fault that hits another process."""
-        if kind == "kill_everything":
-            if self.spec.killable is None:
-                raise RunFailed(
-                    "fault kill_everything: this cluster was not started by everstep, so it is not killed",
-                    hint="run without RAY_ADDRESS, on a local cluster",
-                )
-            kill_tree(self.spec.killable)
-        victim = self.checkpointers[target] if kind == "kill_checkpointer" else self._handler()
-        try:
-            ray.get(victim.die.remote(), timeout=10)
-        except ray.exceptions.RayError:
-            return  # it died
-
-    def _handler(self) -> Any:
-        return ray.get_actor(actor_name(self.settings.run.name or "", "handler"), namespace=NAMESPACE)
+        if kind == "kill_checkpointer":
+            kill_actor(self.checkpointers[target])
+        elif kind == "kill_everything":
+            kill_cluster(self.spec.killable)
+        else:
+            kill_actor(ray.get_actor(actor_name(self.settings.run.name or "", "handler"), namespace=NAMESPACE))
