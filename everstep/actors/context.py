@@ -135,7 +135,8 @@ class RunContext:
             return
         self.sizes.append((lsn, size))
         generation = self.chain.manifest.generation
-        self.notebook.event(size_name(lsn, generation), {"lsn": lsn, "generation": generation, "size": size})
+        name = size_name(lsn, generation, self.group_epoch)
+        self.notebook.event(name, {"lsn": lsn, "generation": generation, "size": size})
         if before is not None and self.settings.run.determinism == "step":
             self.become("close")
         if before is not None:

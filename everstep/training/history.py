@@ -18,9 +18,9 @@ def rewind_name(generation: int) -> str:
     return f"rewound-g{generation:06d}"
 
 
-def size_name(lsn: int, generation: int) -> str:
-    """Return the event name of a world size that holds from the step after `lsn` on."""
-    return f"size-g{generation:06d}-{lsn:012d}"
+def size_name(lsn: int, generation: int, group_epoch: int) -> str:
+    """Return the event name of a world size that holds from the step after `lsn` on, or until the next group forms."""
+    return f"size-g{generation:06d}-{lsn:012d}-{group_epoch:06d}"
 
 
 def sizes(events: Events) -> list[tuple[int, int]]:
