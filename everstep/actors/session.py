@@ -132,15 +132,18 @@ def disconnect(own: bool) -> None:
         ray.shutdown()
 
 
+DEATHS = ("A worker died or was killed", "actor died", "Raylet is terminated")
+
+
 class _Without:
-    """A stream that leaves out Ray's page-long lines about processes that died: we say it in one."""
+    """A stream that leaves out Ray's page-long lines about processes and nodes that died: we say it in one."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._left_out = False
 
     def write(self, text: str) -> int:
-        left_out = "(raylet)" in text and ("A worker died or was killed" in text or "actor died" in text)
+        left_out = "(raylet)" in text and any(death in text for death in DEATHS)
         newline = self._left_out and text == "\n"  # the end of a line that was left out comes by itself
         self._left_out = left_out
         return len(text) if left_out or newline else self._stream.write(text)
