@@ -30,7 +30,7 @@ def sizes(events: Events) -> list[tuple[int, int]]:
     for body in bodies(events, "size-"):
         if not any(r["generation"] > body["generation"] and body["lsn"] > r["step"] for r in rewinds):
             out = [*(pair for pair in out if pair[0] < body["lsn"]), (body["lsn"], body["size"])]
-    return out
+    return [pair for at, pair in enumerate(out) if not at or out[at - 1][1] != pair[1]]
 
 
 def sizes_between(pairs: Sequence[tuple[int, int]], after: int, last: int) -> set[int]:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from everstep.core import clock
+from everstep.storage.chain import Chain
+from everstep.storage.store import open_store
 from tests.cluster.head import BIN, Head, Node
 from tests.cluster.helpers import MARK, ROOT, job, left, world_sizes, write_job
 from tests.cluster.test_elastic import LEDGER, assert_every_sample_once, done_of
@@ -56,6 +58,18 @@ class Watched:
             assert self.process.poll() is None, self.process.communicate()
             assert clock.monotonic() < deadline, f"{world_sizes(self.settings)}, expected {sizes}"
             clock.sleep(0.2)
+
+    def steps(self, count: int) -> None:
+        """Wait until so many more steps are in the log."""
+        chain = Chain.open(open_store(self.settings.run.store), self.settings.run.name)
+        before, deadline = self.logged(chain), clock.monotonic() + WAIT_S
+        while self.logged(chain) < before + count:
+            assert self.process.poll() is None and clock.monotonic() < deadline, self.logged(chain)
+            clock.sleep(0.2)
+
+    @staticmethod
+    def logged(chain: Chain) -> int:
+        return max((key.last for key in chain.listing().segments(0)), default=0)
 
     def end(self) -> tuple[dict[str, Any], str]:
         """Stop the run; return (summary, what was told)."""
@@ -113,6 +127,7 @@ def test_a_node_that_is_taken_away_is_left_and_one_that_dies_costs_no_finished_s
         first.kill()
         second.start()
         run.until([1, 2, 1, 2])
+        run.steps(10)
         second.kill()
         run.until([1, 2, 1, 2, 1])
         summary, told = run.end()

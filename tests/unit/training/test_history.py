@@ -79,6 +79,7 @@ def test_world_sizes_are_in_order_and_rewinds_void_them() -> None:
     assert sizes(resized((1, 0, 2), (1, 40, 3), (1, 7, 1))) == [(0, 2), (7, 1), (40, 3)]
     assert sizes(resized((1, 0, 2), (1, 40, 3), (2, 40, 1))) == [(0, 2), (40, 1)]
     assert sizes(resized((1, 0, 2), (1, 9, 1), (1, 9, 3))) == [(0, 2), (9, 3)]  # no step between the two
+    assert sizes(resized((1, 0, 1), (1, 9, 2), (1, 9, 1))) == [(0, 1)]
     rewound = {rewind_name(2): {"generation": 2, "step": 20}}
     assert sizes(resized((1, 0, 2), (1, 10, 3), (1, 40, 4), (2, 20, 1)) | rewound) == [(0, 2), (10, 3), (20, 1)]
 
