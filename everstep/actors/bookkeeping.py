@@ -82,10 +82,8 @@ class Bookkeeper:
             self.run.notebook.do(lambda chain: chain.name_bases(fresh))
 
     def _name_snapshots(self, status: list[dict[str, Any]]) -> None:
-        found: dict[
-            CompressorSnapshot, set[int]
-        ] = {}  # by the generation that wrote them: the status may be an old one
-        for part in status:
+        found: dict[CompressorSnapshot, set[int]] = {}
+        for part in status:  # perhaps an old one: its generation is that of whoever wrote the slices
             for (lsn, of), slices in part.get("slices", {}).items():
                 found.setdefault(CompressorSnapshot(part["generation"], lsn, of), set()).update(slices)
         complete = {snapshot for snapshot, slices in found.items() if len(slices) == snapshot.slices}

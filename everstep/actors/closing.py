@@ -28,7 +28,10 @@ def close_log(run: RunContext, *, stopped: bool) -> tuple[str, int]:
     durable = 0
     if run.checkpointers:
         durable = _make_durable(run, last)
-        _compare_replica(run, last, digest)
+        compare_replica(
+            run, last, digest,
+            "workers and checkpoint actors need the same processors and torch; nothing that was stored is lost",
+        )  # fmt: skip
         run.checkpointers.ask("settle", SETTLE_S)
         run.checkpointers.status = run.checkpointers.ask("status")
         run.bookkeeper.name_all()
@@ -36,7 +39,7 @@ def close_log(run: RunContext, *, stopped: bool) -> tuple[str, int]:
         run.patiently(lambda: run.chain.update(state="stopped"))
         run.tell(f"stopped after step {last}; durable up to step {durable}")
     elif run.checkpointers:
-        closing = {"last_lsn": last, "digest": digest, "tails": _tails(run, last)}
+        closing = {"last_lsn": last, "digest": digest, "tails": tails(run, last)}
         run.patiently(lambda: run.chain.update(state="closed", closing=closing))
     return digest, durable
 
@@ -52,10 +55,10 @@ def write_down(run: RunContext) -> None:
         raise StoreError(f"the store did not take the run's last notes within {limit:g} s", hint="mend the store")
 
 
-def _tails(run: RunContext, last: int) -> dict[str, str]:
+def tails(run: RunContext, last: int) -> dict[str, str]:
     """Return, by shard, the checksum of the segment that ends the log; "" where it ends in a base."""
-    tails = {shard: tail for status in run.checkpointers.status for shard, tail in status["tails"].items()}
-    return {str(s): tails[s][1] if s in tails and tails[s][0] == last else "" for s in run.chain.manifest.shards}
+    ends = {shard: end for status in run.checkpointers.status for shard, end in status["tails"].items()}
+    return {str(s): ends[s][1] if s in ends and ends[s][0] == last else "" for s in run.chain.manifest.shards}
 
 
 def _live_digest(run: RunContext) -> str:
@@ -77,6 +80,16 @@ def _make_durable(run: RunContext, last: int) -> int:
             have = run.crew.ask(member, "resend", run.group_epoch, have)
     if min(have.values()) < last:
         rebase(run, run.crew.members[0], min(have.values()) + 1)
+    return flush(run, last, f"mend the store, then: everstep resume {run.name}")
+
+
+def flush(run: RunContext, last: int, hint: str) -> int:
+    """Have everything up to `last` written; return the durable lsn.
+
+    Raises:
+        StoreError: the store did not take it in time; `hint` says what to do.
+        GroupBroken: a checkpoint actor was lost meanwhile.
+    """
     run.checkpointers.ask("advance", last)
     limit = run.settings.checkpoint.storage_timeout_s
     durable = lowest_durable(run.checkpointers.ask("flush", limit, timeout_s=limit + 30))
@@ -85,12 +98,17 @@ def _make_durable(run: RunContext, last: int) -> int:
         raise StoreError(
             f"the store did not take the last records within {limit:g} s: durable {durable}, expected {last}; "
             f"{'; '.join(said)}",
-            hint=f"mend the store, then: everstep resume {run.name}",
+            hint=hint,
         )
     return durable
 
 
-def _compare_replica(run: RunContext, last: int, digest: str) -> None:
+def compare_replica(run: RunContext, last: int, digest: str, hint: str) -> None:
+    """Refuse a merged state that has not the live one's bits, where a replay promises them.
+
+    Raises:
+        StateMismatch: says so; `hint` says what to do.
+    """
     digests: dict[str, str] = {}
     for lsn, part in run.checkpointers.ask("digests"):
         assert lsn == last, f"the replica is at {lsn}, the run at {last}"
@@ -99,7 +117,7 @@ def _compare_replica(run: RunContext, last: int, digest: str) -> None:
     if replica != digest and run.spec.exactness == "bitwise":
         raise StateMismatch(
             f"step {last}: the merged state is {replica[:12]}, the live one {digest[:12]}",
-            hint="workers and checkpoint actors need the same processors and torch; nothing that was stored is lost",
+            hint=hint,
         )
 
 

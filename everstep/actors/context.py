@@ -15,6 +15,7 @@ from everstep.actors.notebook import Notebook
 from everstep.actors.spec import WorkerSpec, recipe_of, spread
 from everstep.core import clock
 from everstep.core.errors import GroupBroken, StoreError
+from everstep.platform.scaling import ScalingPolicy
 from everstep.platform.settings import JobSettings, from_dict
 from everstep.platform.tuner import Intervals
 from everstep.storage.chain import Chain
@@ -62,8 +63,8 @@ class RunContext:
     crew: Crew
     checkpointers: Checkpointers
     exactness: str
+    scaling: ScalingPolicy
     group_epoch: int = 0
-    least: int = 1  # workers; below it the run waits
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (step, world size since then), oldest first
     lines: list[str] = field(default_factory=list)
     chain: Chain = field(init=False)
@@ -81,7 +82,9 @@ class RunContext:
         worker = WorkerSpec(spec.settings, "", shards, every, spec.killable)
         checkpointers = Checkpointers(settings, shards, spec.intervals, spec.killable)
         crew = Crew(settings, worker, lambda line: run.tell(line))
-        run = cls(spec, settings, recipe_of(settings), crew, checkpointers, spec.exactness, least=settings.workers.min)
+        workers = settings.workers
+        scaling = ScalingPolicy(workers.min, workers.max, workers.spares, settings.batch.micro_shards)
+        run = cls(spec, settings, recipe_of(settings), crew, checkpointers, spec.exactness, scaling)
         return run
 
     @property

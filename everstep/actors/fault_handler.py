@@ -20,7 +20,6 @@ from everstep.core import clock
 from everstep.core.errors import RunFailed
 from everstep.platform.controller import Controller
 from everstep.platform.policies import FailurePolicy
-from everstep.platform.scaling import ScalingPolicy
 from everstep.platform.states import Ended, name_of
 
 LINGER_S = 600.0
@@ -37,14 +36,13 @@ class FaultHandler:
     def __init__(self, spec: RunSpec) -> None:
         self.run = RunContext.of(spec)
         check, workers = self.run.settings.checkpoint, self.run.settings.workers
-        scaling = ScalingPolicy(workers.min, workers.max, workers.spares, self.run.settings.batch.micro_shards)
-        self.mechanism = Mechanism(self.run, scaling)
+        self.mechanism = Mechanism(self.run)
         policy = FailurePolicy(
             hang_timeout_s=workers.hang_timeout_s,
             storage_timeout_s=check.storage_timeout_s,
             stop_on_storage_loss=check.on_storage_loss == "stop",
         )
-        self.controller = Controller(self.mechanism, policy, scaling, self.run.tell)
+        self.controller = Controller(self.mechanism, policy, self.run.scaling, self.run.tell)
         self.ended: Ended | None = None
         self._ending: dict[str, Any] = {}  # the progress at the end, when the actors are gone
         threading.Thread(target=self._live, name="controller", daemon=True).start()
@@ -77,8 +75,7 @@ class FaultHandler:
     @control
     def scale(self, least: int, most: int) -> None:
         """Train with other bounds from the next border on: workers join, or leave, until they hold."""
-        scaling = replace(self.controller.scaling, least=least, most=most)
-        self.run.least, self.mechanism.scaling, self.controller.scaling = least, scaling, scaling
+        self.run.scaling = self.controller.scaling = replace(self.run.scaling, least=least, most=most)
         self.run.tell(f"the run was asked to train with {least} to {most} workers")
 
     @control

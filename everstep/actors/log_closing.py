@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from everstep.actors.checkpointers import lowest_durable
-from everstep.actors.closing import write_down
+from everstep.actors.closing import SETTLE_S, compare_replica, flush, tails, write_down
 from everstep.actors.context import RunContext
 from everstep.core import clock
-from everstep.core.errors import Failure, StateMismatch, StoreError
-from everstep.training.state import combine_digests
+from everstep.core.errors import Failure
 
 LOOK_S = 0.1
-SETTLE_S = 30.0  # for the base under way
 
 
 def close_attached(run: RunContext, lsn: int, digest: str, exactness: str, deadline: float) -> int:
@@ -31,7 +28,6 @@ def close_attached(run: RunContext, lsn: int, digest: str, exactness: str, deadl
         StoreError: the store did not take the last records in time.
         GroupBroken: a checkpoint actor was lost meanwhile.
     """
-    check = run.settings.checkpoint
     while (have := min(run.checkpointers.begin_epoch(run.group_epoch, None).values())) < lsn:
         if clock.monotonic() > deadline:
             raise Failure(
@@ -40,29 +36,13 @@ def close_attached(run: RunContext, lsn: int, digest: str, exactness: str, deadl
             )
         clock.sleep(LOOK_S)
     run.become(exactness)
-    run.checkpointers.ask("advance", lsn)
-    durable = lowest_durable(run.checkpointers.ask("flush", check.storage_timeout_s))
-    if durable < lsn:
-        said = {status["store_error"] for status in run.checkpointers.ask("status")} - {""}
-        raise StoreError(
-            f"the store did not take the last records within {check.storage_timeout_s:g} s: durable {durable}, "
-            f"expected {lsn}; {'; '.join(said)}",
-            hint="mend the store and start the program again: it goes on from there",
-        )
-    merged: dict[str, str] = {}
-    for _, part in run.checkpointers.ask("digests"):
-        merged |= part
-    if run.spec.exactness == "bitwise" and combine_digests(merged) != digest:
-        raise StateMismatch(
-            f"step {lsn}: the merged state is {combine_digests(merged)[:12]}, the live one {digest[:12]}",
-            hint="change parameters only by optimizer.step() between two calls of log.step()",
-        )
+    durable = flush(run, lsn, "mend the store and start the program again: it goes on from there")
+    compare_replica(run, lsn, digest, "change parameters only by optimizer.step() between two calls of log.step()")
     run.checkpointers.ask("settle", SETTLE_S)
-    status = run.checkpointers.status = run.checkpointers.ask("status")
+    run.checkpointers.status = run.checkpointers.ask("status")
     run.bookkeeper.name_all()
-    tails = {shard: tail for part in status for shard, tail in part["tails"].items()}
-    named = {str(s): tails[s][1] if s in tails and tails[s][0] == lsn else "" for s in run.chain.manifest.shards}
     run.healings.close_all()
     write_down(run)
-    run.patiently(lambda: run.chain.update(state="closed", closing={"last_lsn": lsn, "digest": digest, "tails": named}))
+    closing = {"last_lsn": lsn, "digest": digest, "tails": tails(run, lsn)}
+    run.patiently(lambda: run.chain.update(state="closed", closing=closing))
     return durable

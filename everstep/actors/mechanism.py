@@ -15,7 +15,6 @@ from everstep.actors.metrics import Metrics
 from everstep.actors.spec import how_of, key_id_of, store_of
 from everstep.core import clock
 from everstep.core.errors import GroupBroken, StoreError
-from everstep.platform.scaling import ScalingPolicy
 from everstep.platform.states import Ask, Facts, Prepare, Regroup, ReplaceCheckpointers, Scaling
 from everstep.storage.chain import Chain
 from everstep.training.history import evaluation_name, evaluations, rewind_name
@@ -29,11 +28,10 @@ class Mechanism:
 
     Args:
         run: the run; its log is opened by `start`.
-        scaling: how many workers it would have; may be replaced.
     """
 
-    def __init__(self, run: RunContext, scaling: ScalingPolicy) -> None:
-        self.run, self.scaling = run, scaling
+    def __init__(self, run: RunContext) -> None:
+        self.run = run
         host = "0.0.0.0" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self._rendezvous: Any = dist.TCPStore(host, 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
         self.address = (str(ray.util.get_node_ip_address()), int(self._rendezvous.port))
@@ -51,7 +49,7 @@ class Mechanism:
         if found.workers and Chain.exists(store, run.name):
             run.open_log(Chain.open(store, run.name))
         if found and adoption.adopt(run, found):
-            self.regroup(Regroup("the fault handler was restarted", "fault_handler_lost", size=self.scaling.target))
+            self.regroup(Regroup("the fault handler was restarted", "fault_handler_lost", size=self.run.scaling.target))
             return
         run.open_log(self._begin_log(store))
         self._start_actors()
@@ -189,14 +187,14 @@ class Mechanism:
 
     def _start_actors(self) -> None:
         run, crew, workers = self.run, self.run.crew, self.run.settings.workers
-        if self.scaling.target < workers.max:
+        if self.run.scaling.target < workers.max:
             run.tell(
-                f"workers.max = {workers.max} is no faster than {self.scaling.target}: a step has "
+                f"workers.max = {workers.max} is no faster than {self.run.scaling.target}: a step has "
                 f"{run.settings.batch.micro_shards} micro-shards"
             )
         run.checkpointers.start(run.chain, run.group_epoch)
-        crew.newcomers.ask(self.scaling.target + workers.spares)
-        crew.members = roster.first(run, self.scaling.target, lambda: self.stop_asked)
+        crew.newcomers.ask(self.run.scaling.target + workers.spares)
+        crew.members = roster.first(run, self.run.scaling.target, lambda: self.stop_asked)
         healing = run.healings.begin("cluster_lost", 0, "store", run.exactness) if self._found_dead else None
         finished = healing.step - 1 if healing and healing.injected else 0
         recovery.load_state(run, healing, finished, run.spec.resume or "resume")

@@ -206,7 +206,8 @@ class Newcomers:
 
     def _caught_up(self, one: Newcomer) -> None:
         try:
-            one.ready = bool(ray.get(one.catching) >= 0)
+            ray.get(one.catching)
+            one.ready = True
         except ray.exceptions.RayActorError:
             self._drop(one)
         except ray.exceptions.RayTaskError as error:  # it gets the state at the border then, from a survivor

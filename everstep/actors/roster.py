@@ -33,7 +33,7 @@ def fill(run: RunContext, decision: Regroup, survivors: Sequence[Member], stop: 
     Raises:
         EverstepError: there are too few, and no more come.
     """
-    crew, least = run.crew, run.least
+    crew, least = run.crew, run.scaling.least
     stay = [member for member in survivors if member.identity not in decision.leave]
     leave = [member for member in survivors if member.identity in decision.leave]
     stay += crew.newcomers.take(max(decision.size - len(stay), 0))
@@ -66,7 +66,9 @@ def _bequeath(run: RunContext, leave: Sequence[Member], stay: Sequence[Member]) 
     if not (run.recipe.keeps_residual and run.recipe.residual == "survivor"):
         return
     heir = next((member for member in stay if member.result is not None and member.result.lsn >= 0), None)
-    for member in leave if heir else ():
+    if heir is None:
+        return
+    for member in leave:
         residual = run.crew.ask(member, "residual")
         if residual is not None:
-            run.crew.ask(heir, "inherit", residual)  # type: ignore[arg-type]
+            run.crew.ask(heir, "inherit", residual)

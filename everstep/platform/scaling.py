@@ -54,7 +54,7 @@ class ScalingPolicy:
         pressing = decision.kind == "resize" or covered
         gone = leaving if pressing else []
         staying = [worker for worker in alive if worker not in gone]
-        gone = gone + staying[max(self.target, 1) :]  # too many: the highest world ranks go
+        gone = gone + staying[self.target :]  # too many: the highest world ranks go
         return replace(decision, leave=tuple(worker.identity for worker in gone), size=self.target)
 
     def _leave(self, facts: Facts, leaving: list[WorkerFacts], stay: int) -> Decision | None:

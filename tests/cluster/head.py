@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from everstep.core import clock
-from tests.cluster.helpers import MARK, ROOT, marked
+from tests.cluster.helpers import MARK, ROOT, left, marked
 
 BIN = Path(sys.executable).parent
 START_S = 60.0
@@ -65,6 +65,18 @@ class Head:
         if ip != "127.0.0.1":  # other nodes may join; Ray takes only the first loopback address for the outside one
             self.env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"
         self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Head:
+        try:
+            self.start()
+        except BaseException:  # also Ctrl-C: nothing of it may be left
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        assert not left(self.mark, 10)
 
     def start(self) -> None:
         """Start it and wait until its job server answers."""

@@ -17,7 +17,7 @@ from everstep.core import clock
 from everstep.storage.chain import Chain
 from everstep.storage.store import open_store
 from tests.cluster.head import BIN, Head, Node
-from tests.cluster.helpers import MARK, ROOT, job, left, world_sizes, write_job
+from tests.cluster.helpers import MARK, ROOT, job, world_sizes, write_job
 from tests.cluster.test_elastic import LEDGER, assert_every_sample_once, done_of
 
 pytestmark = pytest.mark.timeout(300)
@@ -31,13 +31,8 @@ print(next(node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] 
 
 @pytest.fixture
 def head() -> Iterator[Head]:
-    head = Head(cpus=1, ip="127.0.0.10")
-    try:
-        head.start()
+    with Head(cpus=1, ip="127.0.0.10") as head:
         yield head
-    finally:
-        head.close()
-        assert not left(head.mark, 10)
 
 
 class Watched:

@@ -28,7 +28,7 @@ from everstep.platform.settings import JobSettings
 from everstep.storage.chain import Chain
 from everstep.storage.store import open_store
 from tests.cluster.head import BIN, Head, Node
-from tests.cluster.helpers import MARK, ROOT, job, left, marked, write_job
+from tests.cluster.helpers import MARK, ROOT, job, marked, write_job
 from tests.cluster.test_elastic import GLOBAL, LEDGER, assert_every_sample_once, counts, done_of
 from tests.seaweed import Seaweed
 
@@ -168,13 +168,8 @@ class Soak:
 
 @pytest.fixture
 def head() -> Iterator[Head]:
-    head = Head(cpus=1, ip="127.0.0.10")
-    try:
-        head.start()
+    with Head(cpus=1, ip="127.0.0.10") as head:
         yield head
-    finally:
-        head.close()
-        assert not left(head.mark, 10)
 
 
 @pytest.mark.parametrize("method", ["none", "topk"])

@@ -19,7 +19,7 @@ from everstep.storage.chain import Chain
 from everstep.storage.store import open_store
 from tests.cluster import own_tasks
 from tests.cluster.head import BIN, Head
-from tests.cluster.helpers import MARK, Answer, job, left, marked, write_job
+from tests.cluster.helpers import MARK, Answer, job, marked, write_job
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 40
@@ -28,13 +28,8 @@ WAIT_S = 120.0
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
-    head = Head()
-    try:
-        head.start()
+    with Head() as head:
         yield head
-    finally:
-        head.close()
-        assert not left(head.mark, 10)
 
 
 class Desk:
