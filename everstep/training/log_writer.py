@@ -14,6 +14,7 @@ import torch
 
 from everstep.core import clock
 from everstep.storage.chain import Chain
+from everstep.storage.plan import reach_from
 from everstep.training.base_writer import BaseWriter
 from everstep.training.replica import Replica
 from everstep.training.shard_state import to_batches
@@ -110,12 +111,16 @@ class LogWriter:
         return True
 
     def _bridge_gap(self) -> None:
-        first = min(self.replica.durable().values()) + 1
-        complete = self.replica.complete
+        durable, complete = self.replica.durable(), self.replica.complete
         reached = {shard: self.bases.write(shard, complete) for shard in self.replica.states}
         self.chain.check_tenure()
+        manifest, listing = self.chain.manifest, self.chain.listing()
+        # A store may have taken a segment whose answer never came: what arrived is no part of the gap.
+        first = 1 + min(reach_from(manifest, listing, shard)(lsn) for shard, lsn in durable.items())
+        last = max(reached.values())
+        if first <= last:
+            body = {"first": first, "last": last, "reason": "the store refused for too long"}
+            self.chain.add_event(f"gap-{last:012d}", body)
         for shard, lsn in reached.items():
             self.replica.written(shard, lsn)
-        body = {"first": first, "last": max(reached.values()), "reason": "the store refused for too long"}
-        self.chain.add_event(f"gap-{max(reached.values()):012d}", body)
         self._gap = False

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from everstep.core.errors import ChainError, Fenced, StoreFull
+from everstep.core.errors import ChainError, Fenced, StoreError, StoreFull
 from everstep.storage.chain import Chain
 from everstep.storage.manifest import CompressorSnapshot
 from everstep.storage.memory import MemoryStore
@@ -26,11 +26,14 @@ class Refusing(MemoryStore):
     """A store that is full for some names, as long as `full` says so."""
 
     full: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()  # these are taken, and the answer is lost
 
     def put(self, key: str, data: Buffer, *, pace: Pace | None = None) -> None:
         if any(part in key for part in self.full):
             raise StoreFull("no space left")
         super().put(key, data)
+        if any(part in key for part in self.silent):
+            raise StoreError("no answer")
 
 
 class Logged:
@@ -227,6 +230,24 @@ def test_a_gap_is_recorded_and_bridged_by_bases(logged: Logged) -> None:
     for target in (4, 7):
         with pytest.raises(ChainError):
             restore(logged.chain, logged.blueprint, target=target)
+
+
+def test_a_segment_that_arrived_without_an_answer_is_no_part_of_the_gap(logged: Logged) -> None:
+    logged.train(3)
+    logged.work(flush=True)
+    logged.store.silent = ("/log/s0002/",)
+    logged.train(2)
+    with pytest.raises(StoreError):
+        logged.work(flush=True)
+    logged.writer.leave_gap()
+    logged.store.silent = ()
+    logged.train(2)
+    logged.work(flush=True)
+    (gap,) = (body for name, body in logged.chain.events().items() if name.startswith("gap-"))
+    assert (gap["first"], gap["last"]) == (6, 7)
+    assert logged.check(5) == 5 and logged.check() == 7
+    with pytest.raises(ChainError):
+        restore(logged.chain, logged.blueprint, target=6)
 
 
 # --- compressor snapshots
