@@ -16,7 +16,7 @@ ifneq ($(WANTED),$(HELD))
 $(READY): other-torch
 endif
 
-$(READY): pyproject.toml constraints/cpu.txt
+$(READY): pyproject.toml setup.py constraints/cpu.txt $(wildcard everstep/kernels/csrc/*.c everstep/kernels/csrc/*.h)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("everstep needs Python 3.11 or newer: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_TORCH) -e '.[test,dev]'
@@ -29,7 +29,7 @@ demo: setup
 test: unit store cluster
 
 unit: setup
-	$(BIN)/pytest tests/unit tests/golden -n 2 $(PYTEST_ARGS)
+	$(BIN)/pytest tests/unit tests/golden tests/kernels -n 2 $(PYTEST_ARGS)
 
 store: setup
 	$(BIN)/pytest tests/s3 tests/faults -n 2 $(PYTEST_ARGS)
