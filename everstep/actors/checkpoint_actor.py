@@ -220,8 +220,9 @@ class CheckpointActor:
 
     @control
     def rebase(self, lsn: int, tensors: Mapping[str, Any]) -> Ack:
-        """Start all owned shards again from a worker's state at `lsn`."""
+        """Start all owned shards again from a worker's state at `lsn`; what is not durable of them is given up."""
         given = from_arrays(tensors)
+        self.writer.declare_gap(lsn, "the records' holders died together")
         for shard in self.spec.shards:
             fresh = self.blueprint.shard_state(shard)
             fresh.state.load({name: t for name, t in given.items() if fresh.state.owns(name)}, lsn)

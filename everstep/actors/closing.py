@@ -79,7 +79,7 @@ def _make_durable(run: RunContext, last: int) -> int:
         if min(have.values()) < last:
             have = run.crew.ask(member, "resend", run.group_epoch, have)
     if min(have.values()) < last:
-        rebase(run, run.crew.members[0], min(have.values()) + 1)
+        rebase(run, run.crew.members[0])
     return flush(run, last, f"mend the store, then: everstep resume {run.name}")
 
 

@@ -37,25 +37,17 @@ def complete_log(run: RunContext, whole: list[Member], top: int, *, flush: bool)
         run.crew.ask(member, "connect_checkpointers", run.checkpointers.actors)
         have = run.crew.ask(member, "resend", run.group_epoch, have)
     if min(have.values()) < top:
-        rebase(run, next(member for member in whole if member.lsn == top), min(have.values()) + 1)
+        rebase(run, next(member for member in whole if member.lsn == top))
     run.checkpointers.ask("advance", top)
     if flush:
         run.checkpointers.ask("flush", 10.0)  # a dead worker's undurable records are now in one place only
 
 
-def rebase(run: RunContext, source: Member, first: int) -> None:
-    """Start the log again from a worker's state, and say so: no finished step is lost, but some cannot be restored.
-
-    Args:
-        run: the run.
-        source: the worker.
-        first: the first step of which a record is lost.
-    """
+def rebase(run: RunContext, source: Member) -> None:
+    """Start the log again from a worker's state, and say so: no finished step is lost, but some cannot be restored."""
     lsn, tensors = run.crew.ask(source, "tensors")
     run.checkpointers.ask("rebase", lsn, tensors)
-    body = {"first": first, "last": lsn, "reason": "the records' holders died together"}
-    run.notebook.event(f"gap-{lsn:012d}", body)
-    run.tell(f"records of steps {first} to {lsn} died with their holders; the log goes on from a base at {lsn}")
+    run.tell(f"records of some steps up to {lsn} died with their holders; the log goes on from a base at {lsn}")
 
 
 def load_state(run: RunContext, healing: Healing | None, finished: int, how: str) -> None:

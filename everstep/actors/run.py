@@ -136,17 +136,22 @@ def join(name: str) -> Handle:
         UserError: nobody runs a run of this name there.
     """
     session.join()
-    try:
-        handler = ray.get_actor(actor_name(name, "handler"), namespace=NAMESPACE)
-        stored = ray.get(handler.settings.remote(), timeout=PATIENCE_S)
-    except (ValueError, ray.exceptions.RayActorError) as error:
-        running = sorted({known.removesuffix("/handler") for known in _actors("") if known.endswith("/handler")})
-        raise UserError(
-            f"nobody runs {name!r} in the Ray cluster at {ray.get_runtime_context().gcs_address}; "
-            f"running there: {', '.join(running) or 'nothing'}",
-            hint=f"go on with it: everstep resume {name} --store STORE; "
-            "or name the cluster that runs it: RAY_ADDRESS=host:port, or --address URL",
-        ) from error
+    deadline = clock.monotonic() + PATIENCE_S
+    while True:
+        try:
+            handler = ray.get_actor(actor_name(name, "handler"), namespace=NAMESPACE)
+            stored = ray.get(handler.settings.remote(), timeout=PATIENCE_S)
+            break
+        except (ValueError, ray.exceptions.RayActorError) as error:
+            running = sorted({known.removesuffix("/handler") for known in _actors("") if known.endswith("/handler")})
+            if name not in running or clock.monotonic() > deadline:  # else it is only being restarted
+                raise UserError(
+                    f"nobody runs {name!r} in the Ray cluster at {ray.get_runtime_context().gcs_address}; "
+                    f"running there: {', '.join(running) or 'nothing'}",
+                    hint=f"go on with it: everstep resume {name} --store STORE; "
+                    "or name the cluster that runs it: RAY_ADDRESS=host:port, or --address URL",
+                ) from error
+            clock.sleep(LOOK_S)
     return Handle(handler, False, from_dict(stored, where=f"run {name}"), joined=True)
 
 

@@ -44,6 +44,17 @@ def bodies(events: Events, prefix: str) -> list[dict[str, Any]]:
     return [dict(body) for name, body in sorted(events.items()) if name.startswith(prefix)]
 
 
+def gaps(events: Events) -> list[dict[str, Any]]:
+    """Return the steps that the run says cannot be restored, as ranges that do not touch; writers declare each its own."""
+    out: list[dict[str, Any]] = []
+    for body in sorted(bodies(events, "gap-"), key=lambda body: int(body["first"])):
+        if out and body["first"] <= out[-1]["last"] + 1:
+            out[-1]["last"] = max(out[-1]["last"], body["last"])
+        else:
+            out.append(body)
+    return out
+
+
 def evaluations(events: Events) -> list[dict[str, Any]]:
     """Return the evaluations that lie on the run's history, one a step, oldest first."""
     rewinds = bodies(events, "rewound-")

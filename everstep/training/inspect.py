@@ -17,7 +17,7 @@ from everstep.storage.manifest import Base, Manifest
 from everstep.storage.plan import plan_restore
 from everstep.storage.runs import forks_of
 from everstep.training.blueprint import Blueprint
-from everstep.training.history import Events, best, bodies, evaluations
+from everstep.training.history import Events, best, bodies, evaluations, gaps
 from everstep.training.holding import holding, planned
 from everstep.training.recipe import Recipe
 from everstep.training.restore import restore
@@ -56,7 +56,7 @@ def describe(chain: Chain) -> dict[str, Any]:
         "rounds": _rounds(manifest, listing),
         "forks": forks_of(chain),
         "rewinds": bodies(events, "rewound-"),
-        "gaps": bodies(events, "gap-"),
+        "gaps": gaps(events),
         "evaluations": evaluations(events),
         "faults": _faults(events),
     }

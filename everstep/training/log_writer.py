@@ -110,17 +110,25 @@ class LogWriter:
             self._residuals.popleft()
         return True
 
+    def declare_gap(self, last: int, reason: str) -> None:
+        """Say that steps up to `last` which the store does not hold now cannot be restored.
+
+        Said before a base takes their place: whoever dies in between leaves no hole that nobody knows of. A store may
+        have taken a segment whose answer never came; what arrived is no part of the gap.
+        """
+        manifest, listing, durable = self.chain.manifest, self.chain.listing(), self.replica.durable()
+        first = 1 + min(reach_from(manifest, listing, shard)(lsn) for shard, lsn in durable.items())
+        if first <= last:
+            body = {"first": first, "last": last, "reason": reason}
+            self.chain.add_event(f"gap-{last:012d}-s{min(durable):04d}", body)
+
     def _bridge_gap(self) -> None:
-        durable, complete = self.replica.durable(), self.replica.complete
+        complete, reason = self.replica.complete, "the store refused for too long"
+        self.declare_gap(complete, reason)
         reached = {shard: self.bases.write(shard, complete) for shard in self.replica.states}
         self.chain.check_tenure()
-        manifest, listing = self.chain.manifest, self.chain.listing()
-        # A store may have taken a segment whose answer never came: what arrived is no part of the gap.
-        first = 1 + min(reach_from(manifest, listing, shard)(lsn) for shard, lsn in durable.items())
-        last = max(reached.values())
-        if first <= last:
-            body = {"first": first, "last": last, "reason": "the store refused for too long"}
-            self.chain.add_event(f"gap-{last:012d}", body)
+        if max(reached.values()) > complete:
+            self.declare_gap(max(reached.values()), reason)
         for shard, lsn in reached.items():
             self.replica.written(shard, lsn)
         self._gap = False

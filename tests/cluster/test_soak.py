@@ -85,8 +85,13 @@ class Soak:
         while before < 0 or self.logged() < before + steps:
             before = self.logged() if before < 0 else before
             ended = self.driver is not None and self.driver.poll() is not None
-            assert not ended and clock.monotonic() < deadline, (self.folder / "driver.log").read_text()[-6000:]
+            assert not ended and clock.monotonic() < deadline, self.said()
             clock.sleep(0.2)
+
+    def said(self) -> str:
+        """Return the last words of the drivers and of the machines."""
+        logs = [self.folder / "driver.log", *sorted(self.head.folder.glob("*.log"))]
+        return "\n".join(f"{log.name}:\n{log.read_text()[-4000:]}" for log in logs)
 
     def actors(self, role: str) -> list[psutil.Process]:
         found = []

@@ -9,6 +9,7 @@ from everstep.training.history import (
     bodies,
     evaluation_name,
     evaluations,
+    gaps,
     rewind_name,
     size_name,
     sizes,
@@ -92,3 +93,11 @@ def test_the_sizes_that_steps_were_taken_with() -> None:
     assert sizes_between(pairs, 20, 25) == {2}
     assert sizes_between(pairs, 5, 25) == {2, 3}
     assert sizes_between([], 0, 5) == set()
+
+
+def test_gaps_of_several_writers_are_one() -> None:
+    def gap(first: int, last: int) -> dict[str, object]:
+        return {"first": first, "last": last, "reason": "r"}
+
+    events = {"gap-9-s0001": gap(4, 9), "gap-9-s0000": gap(6, 9), "gap-30": gap(20, 30), "gap-12": gap(10, 12)}
+    assert gaps(events) == [gap(4, 12), gap(20, 30)]
