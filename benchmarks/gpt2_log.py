@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from everstep.compressors import build_compressor
+from everstep.compressors import Compressor
 from everstep.core import clock
 from everstep.storage.chain import Chain
 from everstep.storage.folder import FolderStore
@@ -113,14 +113,16 @@ class Log:
         self.writer = LogWriter(self.chain, self.replica, self.bases, segment_steps=plan.segment_steps, max_lag_s=1e9)
 
     def _draw(self) -> Iterator[Delta]:
-        compress = build_compressor(self.blueprint.recipe.compressor, self.blueprint.recipe.density)
+        compressor = self.blueprint.compressor()
+        assert compressor is None or isinstance(compressor, Compressor)
         for number in range(DRAWN):
             gradient = torch.randn(self.layout.size, generator=torch.Generator().manual_seed(number)).mul_(1e-2)
-            if compress is None:
+            if compressor is None:
                 yield Delta(gradient.numpy(), None, frozenset())
             else:
-                sparse = compress(gradient)
-                yield Delta(sparse.values.numpy(), sparse.indices.numpy(), frozenset())
+                sent = compressor.compress(gradient, number)
+                places = None if sent.indices is None else sent.indices.numpy()
+                yield Delta(sent.values.numpy(), places, frozenset(), sent.codes)
 
     def take_step(self) -> float:
         """Take a step and give its records to the replica; return the seconds of making and taking the records."""

@@ -101,6 +101,10 @@ class CheckpointActor:
         taken = self.replica.put(group_epoch, lsn, records, complete)
         return self._ack(refused=not taken)
 
+    def hold(self, group_epoch: int, lsn: int, shard: int, values: pa.Buffer) -> None:
+        """Take the dense values of a step that a worker is still taking."""
+        self.replica.hold(group_epoch, lsn, shard, values)
+
     def put_residual(self, group_epoch: int, lsn: int, number: int, of: int, data: pa.Buffer) -> None:
         """Take one slice of a compressor snapshot, the `number`th of `of`: fp32, its part of the residual."""
         if group_epoch >= self.replica.group_epoch:

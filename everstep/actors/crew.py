@@ -61,10 +61,13 @@ class Crew:
         for ref, member in zip(refs, self.members, strict=True):
             member.run, member.result = ref, None
         pending, deadline = dict(zip(refs, self.members, strict=True)), clock.monotonic() + FORM_S
-        while pending and not any(member.result for member in self.members):
-            done, _ = ray.wait(list(pending), num_returns=1, timeout=max(deadline - clock.monotonic(), 0.0))
+        patience = self.settings.workers.hang_timeout_s
+        while pending and not any(member.result for member in self.members) and clock.monotonic() < deadline:
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=min(patience, FORM_S))
             if not done:
-                break
+                for member in [member for member in pending.values() if not self._answers(member, patience)]:
+                    member.kill()  # stopped since it was last asked; the others wait for it
+                continue
             member = pending.pop(done[0])
             answer = self._collect(member)
             if isinstance(answer, Formed):
@@ -159,9 +162,9 @@ class Crew:
         elif clock.monotonic() > limit or not self._answers(member):
             member.kill()
 
-    def _answers(self, member: Member) -> bool:
+    def _answers(self, member: Member, patience_s: float = PROBE_S) -> bool:
         try:
-            ray.get(member.actor.status.remote(), timeout=PROBE_S)
+            ray.get(member.actor.status.remote(), timeout=patience_s)
         except ray.exceptions.RayError:
             return False
         return True

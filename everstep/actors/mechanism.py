@@ -207,6 +207,8 @@ class Mechanism:
         lsn = answers[0].lsn
         if any(answer.drifted for answer in answers):
             run.tell(f"step {lsn}: a worker's state differed from world rank 0's and was replaced")
+        if answers[0].note:
+            run.tell(answers[0].note)
         run.formed(lsn, len(answers))
         every = run.settings.eval.every
         due = bool(every and lsn and lsn % every == 0 and not self._evaluated(lsn))

@@ -24,6 +24,7 @@ SOON_S = 0.5  # the same after one was lost
 LOST_OFTEN = 8  # in a row: then there is more to it than a node that died
 WORD_S = 10.0  # a wait is told about after so long
 LOOK_S = 0.2
+PROBE_S = 1.0  # between two questions to a spare whether it is alive
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Newcomer:
         catching: the reference of its `prepare`; None while it does not catch up.
         ready: whether it has caught up.
         again: when it is made again.
+        probe: the reference of a `status` that asks whether it is alive; None: it is not asked now.
     """
 
     member: Member | None
@@ -43,6 +45,7 @@ class Newcomer:
     catching: Any = None
     ready: bool = False
     again: float = 0.0
+    probe: Any = None
 
     @property
     def built(self) -> bool:
@@ -108,7 +111,7 @@ class Newcomers:
                 self._meet(one)
             elif one.catching is not None and ray.wait([one.catching], timeout=0)[0]:
                 self._caught_up(one)
-            if one.member is not None and one.member.node in going:
+            if one.member is not None and (one.member.node in going or one.built and self._gone(one, one.member, now)):
                 self._drop(one)
 
     def take(self, count: int) -> list[Member]:
@@ -203,6 +206,24 @@ class Newcomers:
         pause = SOON_S if lost else AGAIN_S
         one.again = clock.monotonic() + pause * 2 ** min(self._failures - 1, 6)
         self.tell(f"a worker could not be built: {error.message.strip().splitlines()[0]}")
+
+    def _gone(self, one: Newcomer, member: Member, now: float) -> bool:
+        """Ask a built one now and then whether it is alive: it would be found out only when it is needed, else."""
+        if one.probe is None:
+            if now - member.heard > PROBE_S:
+                one.probe = member.actor.status.remote()
+            return False
+        if not ray.wait([one.probe], timeout=0)[0]:
+            silent = now - member.heard > max(self.settings.workers.hang_timeout_s, 2 * PROBE_S)
+            if silent:
+                self.tell(f"a worker that waits has not answered for {now - member.heard:.0f} s, and is given up")
+            return silent
+        try:
+            ray.get(one.probe)
+        except ray.exceptions.RayError:
+            return True
+        one.probe, member.heard = None, now
+        return False
 
     def _caught_up(self, one: Newcomer) -> None:
         try:

@@ -2,8 +2,9 @@
 
 Every record of an owned shard is kept, packed, until it is durable. Steps are kept whole, all shards of them, for the
 shards of a worker that dies: the last window + 1, and older ones, if sparse, until they are durable or there is no
-room. Queues are bounded in bytes and steps, waits in time. A checkpoint actor that is away only makes the queue longer,
-until another takes its place.
+room. Dense values may be handed over as soon as they are reduced, while the step is still being taken; its record
+makes them count. Queues are bounded in bytes and steps, waits in time. A checkpoint actor that is away only makes the
+queue longer, until another takes its place.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import torch
 
 from everstep.actors.environment import ray
 from everstep.actors.spec import Ack
@@ -28,14 +31,26 @@ PATIENCE_S = 600.0  # the longest a step waits for room: then something is broke
 CALL_S = 30.0
 
 
+@dataclass(frozen=True)
+class _Packed:
+    """A packed record; `values` are on their own where they were handed over before it."""
+
+    record: pa.Buffer
+    values: pa.Buffer | None = None
+
+    @property
+    def size(self) -> int:
+        return int(self.record.size + (0 if self.values is None else self.values.size))
+
+
 @dataclass
 class _Kept:
     """Packed records of owned shards that are not durable yet, by (shard, lsn)."""
 
-    payloads: dict[tuple[int, int], pa.Buffer] = field(default_factory=dict)
+    payloads: dict[tuple[int, int], _Packed] = field(default_factory=dict)
     bytes: int = 0
 
-    def add(self, shard: int, lsn: int, payload: pa.Buffer) -> None:
+    def add(self, shard: int, lsn: int, payload: _Packed) -> None:
         old = self.payloads.pop((shard, lsn), None)
         self.bytes += payload.size - (old.size if old is not None else 0)
         self.payloads[shard, lsn] = payload
@@ -70,6 +85,7 @@ class Sender:
         self._recent_bytes = 0
         self._released: dict[int, int] = {}
         self._owned: tuple[int, ...] = ()
+        self._early: dict[int, tuple[int, pa.Buffer]] = {}  # by shard: values handed over, and their step
         self._epoch = 0
         self._actors: list[Any] = []
         self._down: set[int] = set()
@@ -85,6 +101,15 @@ class Sender:
         """Send these shards to these actors from now on, stamped `group_epoch`; first send each actor what it lacks."""
         if self.actor_of:
             self._do(lambda: self._begin(group_epoch, tuple(owned), list(actors)))
+
+    def offer_early(self, lsn: int, first: int, stop: int, wire: torch.Tensor) -> None:
+        """Take the owned shards that begin in the elements `first` to `stop` of a step that is still being taken.
+
+        Never waits. From `first` to the end of the gradient, `wire` (fp32) is reduced and does not change any more.
+        """
+        for span in self.layout.ranges:
+            if first <= span.start < stop:
+                self._inbox.put(partial(self._hold, lsn, span.shard, wire[span.start : span.stop]))
 
     def offer(self, result: StepResult, complete: int) -> None:
         """Take a finished step; returns at once unless the queue is full. Waiting is added to `stalled`."""
@@ -180,16 +205,18 @@ class Sender:
     # everything below runs on the sender's thread
 
     def _hand_over(self, result: StepResult, complete: int) -> None:
-        parts: dict[int, list[tuple[int, pa.Buffer]]] = {}
+        parts: dict[int, list[tuple[int, _Packed]]] = {}
         for shard in self._owned:
-            payload = pack(result, self.layout, shard)
+            lsn, values = self._early.pop(shard, (0, None))
+            early = values if lsn == result.lsn and result.delta is not None else None
+            payload = _Packed(pack(result, self.layout, shard, apart=early is not None), early)
             self._kept.add(shard, result.lsn, payload)
             parts.setdefault(self.actor_of[shard], []).append((shard, payload))
         with self._room:
             self._waiting -= 1
             self._room.notify_all()
         for actor, records in parts.items():
-            self._send(actor, result.lsn, records, complete)
+            self._send(actor, result.lsn, records, complete, held=True)
             self._at("after_send", result.lsn)
 
     def _hand_over_residual(self, lsn: int, number: int, of: int, data: pa.Buffer) -> None:
@@ -197,12 +224,30 @@ class Sender:
         if actor not in self._down:  # else this snapshot stays incomplete and is never named
             self._actors[actor].put_residual.remote(self._epoch, lsn, number, of, data)
 
-    def _send(self, actor: int, lsn: int, records: list[tuple[int, pa.Buffer]], complete: int) -> None:
+    def _hold(self, lsn: int, shard: int, values: torch.Tensor) -> None:
+        actor = self.actor_of[shard]
+        if shard in self._owned and actor not in self._down:
+            self._early[shard] = (lsn, pa.py_buffer(values.cpu().numpy().tobytes()))
+            self._actors[actor].hold.remote(self._epoch, lsn, shard, self._early[shard][1])
+
+    def _send(
+        self, actor: int, lsn: int, records: list[tuple[int, _Packed]], complete: int, *, held: bool = False
+    ) -> None:
         if actor in self._down:
             return  # kept; sent when the next actor takes its place
-        reply = self._actors[actor].put.remote(self._epoch, lsn, records, complete)
+        reply = self._put(self._actors[actor], self._epoch, lsn, records, complete, held=held)
         self._unacked += 1
         reply.future().add_done_callback(lambda future: self._inbox.put(lambda: self._answered(actor, future)))
+
+    @staticmethod
+    def _put(
+        actor: Any, group_epoch: int, lsn: int, records: list[tuple[int, _Packed]], complete: int, *, held: bool = False
+    ) -> Any:
+        """Send an actor records of a step, values first unless it has them (`held`); its calls keep their order."""
+        for shard, packed in records:
+            if packed.values is not None and not held:
+                actor.hold.remote(group_epoch, lsn, shard, packed.values)
+        return actor.put.remote(group_epoch, lsn, [(shard, packed.record) for shard, packed in records], complete)
 
     def _answered(self, actor: int, future: Any) -> None:
         self._unacked -= 1
@@ -221,6 +266,7 @@ class Sender:
 
     def _begin(self, group_epoch: int, owned: tuple[int, ...], actors: list[Any]) -> None:
         self._epoch, self._owned, self._actors, self._down = group_epoch, owned, actors, set()
+        self._early.clear()
         for index, actor in enumerate(actors):
             try:
                 ack = ray.get(actor.begin_epoch.remote(group_epoch), timeout=CALL_S)
@@ -242,11 +288,11 @@ class Sender:
             for lsn in range(last + 1, upto + 1):
                 payload = self._kept.payloads.get((shard, lsn))
                 if payload is None and lsn in steps:
-                    payload = pack(steps[lsn], self.layout, shard)
+                    payload = _Packed(pack(steps[lsn], self.layout, shard))
                 if payload is None:
                     break  # somebody else may have it
                 actor = self._actors[self.actor_of[shard]]
-                answers.append(actor.put.remote(group_epoch, lsn, [(shard, payload)], 0))
+                answers.append(self._put(actor, group_epoch, lsn, [(shard, payload)], 0))
         latest = dict(have)
         for ack in ray.get(answers, timeout=CALL_S):
             self._acknowledge(ack)

@@ -41,7 +41,9 @@ def recipe_of(settings: JobSettings) -> Recipe:
         autocast=settings.optimizer.autocast,
         compressor=settings.compression.method,
         density=settings.compression.density,
+        rank=settings.compression.rank,
         residual=settings.compression.residual,
+        overlap=settings.compression.overlap,
         shards=settings.checkpoint.shards,
         on_nonfinite=settings.run.on_nonfinite,
         digest_every=settings.run.digest_every if settings.checkpoint.actors else 0,
@@ -182,11 +184,13 @@ class Formed:
     Attributes:
         received: the state came from a peer.
         drifted: it had to, although both had taken the same step.
+        note: what a person should know of it; "": nothing.
     """
 
     lsn: int
     received: bool
     drifted: bool
+    note: str = ""
 
 
 def spread(shards: int, actors: int) -> tuple[tuple[int, ...], ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from everstep.actors.auto import Auto
 from everstep.actors.catching_up import Shadow
 from everstep.actors.environment import NAMESPACE, actor, control, ray
 from everstep.actors.injector import Injector, kill_actor, kill_cluster
@@ -26,7 +27,6 @@ from everstep.actors.snapshots import Snapshots
 from everstep.actors.spec import Formation, Formed, RunResult, WorkerSpec, actor_name, begun_here, recipe_of, store_of
 from everstep.actors.state_transfer import delta_crc
 from everstep.actors.times import Times
-from everstep.compressors import build_compressor
 from everstep.core import clock
 from everstep.core.errors import EverstepError, Interruption
 from everstep.platform.settings import from_dict
@@ -92,6 +92,7 @@ class TrainWorker:
         self.train_step = self._make_step()
         replicated, every = self.blueprint.recipe.residual == "replicated", self.spec.compressor_interval
         self.snapshots = Snapshots(self.sender, self.train_step.exchange, replicated=replicated, every=every)
+        self.auto = Auto(self.chain, self.notebook) if self.blueprint.recipe.compressor == "auto" else None
         self._check = int(combine_digests(self.state.tensor_digests())[:15], 16)
 
     def _make_loader(self) -> BatchLoader:
@@ -108,11 +109,13 @@ class TrainWorker:
         recipe, layout = self.blueprint.recipe, self.blueprint.layout
         buffers = sum(name.startswith("buffer/") for name in self.state.fixed)
         tail = Tail(len(layout.slots), buffers, len(layout.shards))
-        compressor = build_compressor(recipe.compressor, recipe.density)
+        compressor = self.blueprint.compressor()
         window = self.settings.checkpoint.window
         exchange = Exchange(layout, tail, compressor, recipe.residual, window, self.device)
         step = TrainStep(self.blueprint, self.state, exchange, tail, self.injector.at)
         step.samples_per_epoch = self._samples
+        if step.stretches is not None and compressor is None:
+            step.stretches.on_reduced = lambda *stretch: self.sender.offer_early(self.state.lsn + 1, *stretch)
         return step
 
     # ---- control: answered at any time ----
@@ -169,9 +172,8 @@ class TrainWorker:
     def connect_checkpointers(self, checkpointers: Sequence[Any]) -> None:
         """Send records to these checkpoint actors from now on."""
         self.checkpointers = list(checkpointers)
-        formation = self.formation
-        if formation is not None:
-            self.sender.begin_epoch(formation.group_epoch, self._owned, self.checkpointers)
+        if self.formation is not None:
+            self.sender.begin_epoch(self.formation.group_epoch, self._owned, self.checkpointers)
 
     # ---- the training thread ----
 
@@ -215,8 +217,8 @@ class TrainWorker:
     def inherit(self, residual: Any) -> None:
         """Add what a leaving worker had not sent (fp32, (n,)) to what this one has not."""
         own = self.train_step.exchange.residual
-        assert own is not None
-        own += torch.tensor(residual, device=own.device)
+        if own is not None and residual is not None:
+            own += torch.tensor(residual, device=own.device)
 
     def form(self, formation: Formation, checkpointers: Sequence[Any]) -> Formed | RunResult:
         """Join a new group, give or take the state where somebody is behind, and go to the next step."""
@@ -281,17 +283,16 @@ class TrainWorker:
         """Be killed."""
         os.kill(os.getpid(), signal.SIGKILL)
 
-    # ---- inside ----
-
     def _join(self, formation: Formation, checkpointers: Sequence[Any]) -> Formed:
         self._leave()
         self.train_step.exchange.renew()
         self.injector.world_rank = formation.world_rank
-        store = self._connected(formation.rendezvous)
         self.group = ProcessGroup(
-            store, formation.group_epoch, formation.world_rank, formation.world_size, self.device, self._over
-        )
+            self._connected(formation.rendezvous), formation.group_epoch, formation.world_rank, formation.world_size,
+            self.device, self._over,
+        )  # fmt: skip
         self._catch_up()
+        note = self.auto.decide(self.group, self.train_step.exchange, self.device) if self.auto else ""
         levelled = self._level(self.group)
         micro, size, place = self.settings.batch.micro_shards, formation.world_size, formation.world_rank
         self._mine = share(micro, size, place)
@@ -299,7 +300,7 @@ class TrainWorker:
         self.checkpointers = list(checkpointers)
         self.sender.begin_epoch(formation.group_epoch, self._owned, self.checkpointers)
         self.loader.start(self.state.lsn + 1, self._mine)
-        return Formed(self.state.lsn, levelled.received, levelled.drifted)
+        return Formed(self.state.lsn, levelled.received, levelled.drifted, note)
 
     def _leave(self) -> None:
         """Leave the group, so that peers which wait for us come out at once."""
@@ -316,8 +317,7 @@ class TrainWorker:
                 batches, self._mine, self.group, self.formation.group_epoch,
                 lags=self.sender.lags(self._owned, self.state.lsn), stop=self._stopping, owned=self._owned,
             )  # fmt: skip
-            names = self.train_step.tail
-            complete = lsn - 1 - int(tail[names.lag].max())
+            complete = lsn - 1 - int(tail[self.train_step.tail.lag].max())
             self._last = result
             stalled = self.sender.stalled
             self.sender.offer(result, complete)
@@ -326,7 +326,7 @@ class TrainWorker:
             every = self.settings.eval.every
             if every and lsn % every == 0:
                 self._evaluate()
-            if float(tail[names.stop]) > 0:
+            if float(tail[self.train_step.tail.stop]) > 0:
                 self._stopping = False
                 return "stopped" if self.state.lsn < until else "finished"
         return "finished"
@@ -338,13 +338,13 @@ class TrainWorker:
 
     def _evaluate(self) -> None:
         assert self.group is not None
-        settings = self.settings
+        split = self.settings.eval.split
         if self._validation is None:
-            self._validation = build_dataset(self.blueprint.task, settings.eval.split)
+            self._validation = build_dataset(self.blueprint.task, split)
         values = evaluate(self.blueprint, self._validation, self.group, self.device, self.train_step.beat)
-        lsn, generation = self.state.lsn, self.chain.manifest.generation
         if self.group.world_rank == 0:
-            body = {"lsn": lsn, "generation": generation, "split": settings.eval.split, **values}
+            lsn, generation = self.state.lsn, self.chain.manifest.generation
+            body = {"lsn": lsn, "generation": generation, "split": split, **values}
             self.notebook.event(evaluation_name(lsn, generation), body)
 
     def _lsn(self) -> int:

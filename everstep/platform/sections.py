@@ -216,12 +216,25 @@ class PreconditionerSettings(Section):
     name: Literal["none"] = "none"
 
 
-class CompressionSettings(Section):
-    """`[compression]`: what is exchanged and logged of the gradient; `density` is the fraction kept."""
+COMPRESSION = ("none", "auto", "topk", "topk+int8", "randk", "int8", "int4", "powersgd")
 
-    method: Literal["none", "topk"] = "none"
+
+class CompressionSettings(Section):
+    """`[compression]`: what is exchanged and logged of the gradient; `density` is what sparse ones keep."""
+
+    method: str = "none"
     density: Annotated[float, Field(gt=0, le=1)] = 0.01
+    rank: Count = 2  # of powersgd's matrices
     residual: Literal["replicated", "survivor", "none"] = "replicated"
+    overlap: bool = True  # reduce a dense gradient while backward still runs
+
+    @field_validator("method")
+    @classmethod
+    def _method(cls, method: str) -> str:
+        if method not in COMPRESSION and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", method):
+            known = ", ".join(repr(name) for name in COMPRESSION)
+            raise Refused("", f"expected {known} or 'package.module:Thing', got {method!r}", "take one of these")
+        return method
 
 
 class CheckpointSettings(Section):
@@ -341,6 +354,13 @@ class JobSettings(Section):
                 f'expected "replicated" with run.determinism = "bitwise", got {compression.residual!r}: what each '
                 "worker chooses before the exchange depends on how many there are",
                 'set compression.residual = "replicated", or run.determinism = "step"',
+            )
+        if compression.method in ("powersgd", "auto") and compression.residual == "replicated":
+            raise Refused(
+                "compression.residual",
+                f'expected "survivor" or "none" with compression.method = "{compression.method}", got "replicated": it '
+                "is there to shrink what travels between workers, and with that everything travels",
+                'set compression.residual = "survivor"',
             )
         for number, fault in enumerate(self.faults):
             limit, what = (actors, "checkpoint.actors") if fault.kind == "kill_checkpointer" else (size, "workers.max")

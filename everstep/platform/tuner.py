@@ -22,8 +22,11 @@ from functools import partial
 from typing import Literal
 
 from everstep.platform.costs import Costs, History, Limits, lowdiff
+from everstep.platform.sections import CompressionSettings
 from everstep.platform.settings import JobSettings
 
+VALUE_BYTES = {"topk": 4.0, "auto": 4.0, "topk+int8": 1.02, "randk": 4.0}  # of a value that a sparse compressor keeps
+CODE_BYTES = {"int8": 1.02, "int4": 0.57}  # of an element that a quantiser codes
 BYTES_SHARE = 1 / 100  # of a full checkpoint: what one step may cost in the log, compressor snapshots included
 STATE_FLOATS = 3  # fp32 numbers of a full Adam-like checkpoint per parameter: the parameter and two moments
 RECORD_BYTES = 800  # of a shard's record besides its values (measured: 720 to 820)
@@ -81,6 +84,20 @@ def derive_intervals(settings: JobSettings, parameters: int, shards: int) -> Int
     return Intervals(segment, base, _compressor_interval(settings, parameters, shards, base), check.max_lag_s)
 
 
+def logged_bytes(compression: CompressionSettings, workers: int) -> float:
+    """Return how many bytes of a record an element of the gradient takes, at most, with so many workers.
+
+    What the workers chose each for itself is logged as its sum: more places, and values in fp32 again.
+    """
+    own = compression.residual != "replicated" and workers > 1
+    method, share = compression.method, compression.density
+    if method in VALUE_BYTES:
+        chosen = min(share * workers, 1.0) if own and method != "randk" else share
+        place = (math.log2(1 / chosen) + 2) / 8  # Elias-Fano
+        return chosen * (place + (4.0 if own else VALUE_BYTES[method]))
+    return 4.0 if own else CODE_BYTES.get(method, 4.0)
+
+
 def _compressor_interval(settings: JobSettings, parameters: int, shards: int, base: int) -> int:
     compression, check = settings.compression, settings.checkpoint
     if compression.method == "none" or compression.residual == "none":
@@ -88,8 +105,7 @@ def _compressor_interval(settings: JobSettings, parameters: int, shards: int, ba
     if check.compressor_interval != "auto":
         return check.compressor_interval
     copies = settings.workers.max if compression.residual == "survivor" else 1
-    sent = copies * compression.density if compression.residual == "survivor" else compression.density
-    log = 8 * parameters * min(sent, 1.0) + RECORD_BYTES * shards
+    log = logged_bytes(compression, settings.workers.max) * parameters + RECORD_BYTES * shards
     left = BYTES_SHARE * 4 * STATE_FLOATS * parameters - log
     needed = _at_least(4 * parameters * copies, left)
     return base if needed > max(base, RAREST_SNAPSHOT) else max(needed, SHORTEST_INTERVAL)

@@ -19,7 +19,7 @@ import pyarrow as pa
 from everstep.core.errors import CorruptObject, FormatTooNew
 from everstep.storage.store import Buffer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2 packs places and quantised values in records; 1 is read
 
 _MARK = b"everstep:crc32c:"
 _ZERO = b"00000000"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from everstep.compressors import Compressor, Reducer, build_compressor
 from everstep.core.errors import TaskError
 from everstep.tasks import Task, build_model, build_task
 from everstep.tasks.described import Described
@@ -41,6 +43,11 @@ class Blueprint:
         if isinstance(self.task, Described):
             return self.task.replay
         return exactness(self.recipe.optimizer, self.recipe.optimizer_options)
+
+    def compressor(self) -> Compressor | Reducer | None:
+        """Return what chooses what is sent of a gradient; None: all of it. "auto" is top-k, if it pays."""
+        spec = replace(self.recipe.compressor_spec, shapes=tuple(slot.shape for slot in self.layout.slots))
+        return build_compressor("topk" if self.recipe.compressor == "auto" else self.recipe.compressor, spec)
 
     def live_state(self) -> TrainState:
         """Return the state of the whole model; its parameters are the model's own."""

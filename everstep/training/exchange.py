@@ -1,8 +1,9 @@
 """The exchange: from every worker's own gradient to the delta that all of them hold, by residual policy.
 
-One buffer travels: the gradient (dense) or the chosen elements (sparse), and behind it the *tail*: the loss, flags and
-counters, summed over workers. So a step costs one collective, and one more only when buffers changed (each is two,
-an all-to-all and an all-gather, where sums go along the tree).
+One buffer travels: the gradient with the *tail* behind it (the loss, flags and counters, summed over workers), or the
+tail and the message that a compressor makes of the gradient. So a step costs one collective, one more when buffers
+changed (each is two, an all-to-all and an all-gather, where sums go along the tree), and the stretches of a gradient
+that was reduced while backward ran (`training.overlap`).
 
     replicated  exchange dense, then compress: same bits everywhere, shrinks the log, not the network
     survivor    compress, then exchange: shrinks both; every worker has a residual of its own
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from everstep.compressors import Compressor, Sparse
-from everstep.training.delta import Ints
+from everstep import kernels
+from everstep.compressors import Codes, Compressed, Compressor, Reducer, finite
+from everstep.training.delta import Delta, Ints
 from everstep.training.group import Group
 from everstep.training.layout import Layout
 from everstep.training.tree import Sums, tree_reduce
@@ -48,7 +50,8 @@ class Reduced:
 
     Attributes:
         values: fp32, (n,) dense or (nnz,) sparse.
-        indices: int64, (nnz,), ascending; None when dense.
+        indices: int32, (nnz,), ascending; None when dense.
+        codes: what `values` was read from, where one quantised message is the whole delta.
         residual: this worker's next residual (n,), not yet committed; None without error feedback.
         tail: the summed tail.
         finite: whether every value is.
@@ -57,13 +60,24 @@ class Reduced:
 
     values: torch.Tensor
     indices: torch.Tensor | None
+    codes: Codes | None
     residual: torch.Tensor | None
     tail: torch.Tensor
     finite: bool
     network_bytes: int
 
+    def delta(self, unused: frozenset[int], clip: float) -> Delta:
+        """Return what the optimizer consumes, in the host's memory.
+
+        Args:
+            unused: positions of the parameters that got no gradient.
+            clip: the factor on all values.
+        """
+        codes = self.codes and Codes(self.codes.codes.cpu(), self.codes.scales.cpu(), self.codes.bits)
+        return Delta(self.values.cpu().numpy(), self.indices_numpy(), unused, codes, clip)
+
     def indices_numpy(self) -> Ints | None:
-        """Return the indices as a NumPy array on the host."""
+        """Return the indices as a NumPy array in the host's memory."""
         return None if self.indices is None else self.indices.cpu().numpy()
 
 
@@ -80,17 +94,24 @@ class Exchange:
     """
 
     def __init__(
-        self, layout: Layout, tail: Tail, compressor: Compressor | None, policy: str, window: int, device: torch.device
-    ) -> None:
+        self, layout: Layout, tail: Tail, compressor: Compressor | Reducer | None, policy: str, window: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         self.layout, self.tail, self.compressor, self.policy = layout, tail, compressor, policy
         self.device = device
-        self._count = 1 if compressor else window + 3
+        self._window, self._count = window, 1 if compressor else window + 3
         self._turn = 0
         self.residual: torch.Tensor | None = None
         if compressor and policy != "none":
             self.residual = torch.zeros(layout.size, device=device)
         self._spare = None if self.residual is None else torch.empty_like(self.residual)
         self._pending: tuple[int, torch.Tensor] | None = None
+        self.renew()
+
+    def send_all(self) -> None:
+        """Compress no more: what is left behind is forgotten."""
+        self.compressor = self.residual = self._spare = self._pending = None
+        self._count = self._window + 3
         self.renew()
 
     def renew(self) -> None:
@@ -103,7 +124,14 @@ class Exchange:
         self._turn = (self._turn + 1) % self._count
         return self._buffers[self._turn]
 
-    def stage(self, wire: torch.Tensor, group: Group, lsn: int, sums: Sums | None = None) -> Reduced:
+    @property
+    def dense(self) -> bool:
+        """Whether the whole gradient is reduced, before or without compression."""
+        return self.compressor is None or self.policy == "replicated"
+
+    def stage(
+        self, wire: torch.Tensor, group: Group, lsn: int, sums: Sums | None = None, *, reduced: bool = False
+    ) -> Reduced:
         """Exchange `wire` (gradient, then tail; overwritten) for step `lsn` and return the result.
 
         Args:
@@ -112,15 +140,19 @@ class Exchange:
             lsn: the step.
             sums: wires of this worker's micro-shards, (n + tail,) each, to be added along the tree (overwritten);
                 None where the order of workers is order enough.
+            reduced: the gradient is summed already, the tail is not.
 
         Raises:
             Interruption: the group broke; nothing has changed.
         """
         self._pending = None
-        if self.compressor is None or self.policy == "replicated":
-            return self._dense(wire, group, sums)
+        if self.dense:
+            return self._dense(wire, group, lsn, sums, reduced)
         assert sums is None, self.policy  # refused in the settings: what a worker chooses depends on its share
-        return self._sparse(wire, group, lsn)
+        if isinstance(self.compressor, Reducer):
+            return self._sketched(self.compressor, wire, group, lsn)
+        assert self.compressor is not None  # else it were dense
+        return self._own(self.compressor, wire, group, lsn)
 
     def commit(self, reduced: Reduced) -> None:
         """Make a staged residual the residual."""
@@ -152,63 +184,86 @@ class Exchange:
             self.residual.zero_()
         self._pending = None
 
-    def _dense(self, wire: torch.Tensor, group: Group, sums: Sums | None) -> Reduced:
+    def _dense(self, wire: torch.Tensor, group: Group, lsn: int, sums: Sums | None, reduced: bool) -> Reduced:
         size = self.layout.size
         if sums is None:
-            group.all_reduce(wire)
+            group.all_reduce(wire[size:] if reduced else wire)
             sent = 2 * (group.world_size - 1) * wire.numel() * 4
         else:
             sums.vectors[0][size:] += wire[size:]  # small integers: any place in the tree will do
             sent = tree_reduce(sums.vectors, sums.micro_shards, group, wire)
         gradient, tail = wire[:size], wire[size:].clone()
-        finite = _finite(gradient)
-        if self.compressor is None or not finite:
-            return Reduced(gradient, None, None, tail, finite, sent)
-        chosen, residual = self._compress(self.compressor, gradient)
-        return Reduced(chosen.values, chosen.indices, residual, tail, _finite(chosen.values), sent)
+        if self.compressor is None:
+            return Reduced(gradient, None, None, None, tail, finite(gradient), sent)
+        assert isinstance(self.compressor, Compressor)  # else refused in the settings
+        chosen, residual = self._compress(self.compressor, gradient, lsn)
+        return Reduced(chosen.values, chosen.indices, chosen.codes, residual, tail, chosen.finite, sent)
 
-    def _sparse(self, wire: torch.Tensor, group: Group, lsn: int) -> Reduced:
-        assert self.compressor is not None
-        size = self.layout.size
+    def _own(self, compressor: Compressor, wire: torch.Tensor, group: Group, lsn: int) -> Reduced:
+        size, start = self.layout.size, 4 * self.tail.size
         gradient, tail = wire[:size], wire[size:]
-        if not _finite(gradient):  # told to everybody through the tail; what is chosen is thrown away
+        chosen, residual = self._compress(compressor, gradient, lsn)
+        if not chosen.finite:  # told to everybody through the tail; what was chosen is thrown away
             tail[self.tail.broken] = 1
-            gradient.zero_()
-        chosen, residual = self._compress(self.compressor, gradient)
-        if residual is not None:  # a peer may finish this step with our part even if we do not
+        elif residual is not None:  # a peer may finish this step with our part even if we do not
             self._pending = (lsn, residual)
-        message = torch.cat([tail, chosen.values, chosen.indices.to(torch.int32).view(torch.float32)])
+        message = torch.cat([tail.view(torch.uint8), compressor.message(chosen, size)])
         parts = group.all_gather(message)
-        sent = (group.world_size - 1) * group.world_size * message.numel() * 4
-        count, start = chosen.values.numel(), self.tail.size
-        tail = torch.stack([part[:start] for part in parts]).sum(0)
-        gradient.zero_()
-        named = torch.zeros(size, dtype=torch.bool, device=self.device)
-        for part in parts:  # by world rank, so the sums have the same bits everywhere
-            indices = part[start + count :].contiguous().view(torch.int32).long()
-            gradient[indices] += part[start : start + count]
-            named[indices] = True
-        indices = torch.nonzero(named).view(-1)
-        values = gradient[indices]
-        finite = bool(tail[self.tail.broken] == 0) and _finite(values)
-        if not finite and self.residual is not None:  # the step will be left out; our residual stays as it is
+        sent = (group.world_size - 1) * group.world_size * message.numel()
+        tail = torch.stack([part[:start].view(torch.float32) for part in parts]).sum(0)
+        whole = _sum([compressor.read(part[start:], size, lsn) for part in parts], size)
+        good = self._good(tail, whole, lsn)
+        return Reduced(whole.values, whole.indices, whole.codes, residual, tail, good, sent)
+
+    def _sketched(self, reducer: Reducer, wire: torch.Tensor, group: Group, lsn: int) -> Reduced:
+        gradient, tail = wire[: self.layout.size], wire[self.layout.size :]
+        accumulated = gradient if self.residual is None else torch.add(self.residual, gradient, out=self._spare)
+        if not finite(accumulated):
+            tail[self.tail.broken] = 1
+            accumulated.zero_()
+        sent = 0
+
+        def all_reduce(tensor: torch.Tensor) -> None:
+            nonlocal sent
+            group.all_reduce(tensor)
+            sent += 2 * (group.world_size - 1) * tensor.numel() * 4
+
+        whole, mine = reducer.reduce(accumulated, lsn, all_reduce, first=group.world_rank == 0)
+        residual = None if self.residual is None else accumulated.sub_(mine)
+        if residual is not None:
+            self._pending = (lsn, residual)
+        all_reduce(tail)
+        good = self._good(tail, whole, lsn)
+        return Reduced(whole.values, None, None, residual, tail.clone(), good, sent)
+
+    def _good(self, tail: torch.Tensor, whole: Compressed, lsn: int) -> bool:
+        """Whether the step can be taken; else our residual stays as it is."""
+        good = bool(tail[self.tail.broken] == 0) and finite(whole.values)
+        if not good and self.residual is not None:
             self._pending = (lsn, self.residual)
-        return Reduced(values, indices, residual, tail, finite, sent)
+        return good
 
-    def _compress(self, compressor: Compressor, gradient: torch.Tensor) -> tuple[Sparse, torch.Tensor | None]:
+    def _compress(
+        self, compressor: Compressor, gradient: torch.Tensor, lsn: int
+    ) -> tuple[Compressed, torch.Tensor | None]:
         if self.residual is None:
-            return compressor(gradient), None
+            return compressor.compress(gradient, lsn), None
         assert self._spare is not None
-        accumulated = torch.add(self.residual, gradient, out=self._spare)
-        chosen = compressor(accumulated)
-        accumulated[chosen.indices] = 0
-        return chosen, accumulated
+        return compressor.feed_back(self.residual, gradient, lsn, self._spare), self._spare
 
 
-def _finite(gradient: torch.Tensor) -> bool:
-    if bool(torch.isfinite(gradient.sum())):
-        return True
-    return bool(torch.isfinite(gradient).all())  # the sum may overflow where no element does
+def _sum(parts: list[Compressed], size: int) -> Compressed:
+    """Add what the workers sent, by world rank, so that the sums have the same bits everywhere."""
+    if len(parts) == 1:
+        return parts[0]
+    indices = [part.indices for part in parts if part.indices is not None]
+    if indices:
+        places, values = kernels.merge(torch.stack(indices), torch.stack([part.values for part in parts]), size)
+        return Compressed(values, places)
+    total = parts[0].values
+    for part in parts[1:]:
+        total += part.values
+    return Compressed(total)
 
 
 def used_flags(tail: torch.Tensor, names: Tail) -> np.ndarray:

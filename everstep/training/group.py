@@ -8,6 +8,18 @@ from typing import Protocol
 import torch
 
 
+class Pending(Protocol):
+    """An operation that goes on by itself."""
+
+    def done(self) -> bool:
+        """Whether it has ended; never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for its end. May raise an `Interruption`."""
+        ...
+
+
 class Group(Protocol):
     """A formed process group. Every wait is bounded and may raise an `Interruption`."""
 
@@ -16,6 +28,10 @@ class Group(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` over all workers, in place, with the same bits on each."""
+        ...
+
+    def begin_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Begin to sum `tensor` as `all_reduce` does; every worker begins the same sums in the same order."""
         ...
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:

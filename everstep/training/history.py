@@ -45,7 +45,7 @@ def bodies(events: Events, prefix: str) -> list[dict[str, Any]]:
 
 
 def gaps(events: Events) -> list[dict[str, Any]]:
-    """Return the steps that the run says cannot be restored, as ranges that do not touch; writers declare each its own."""
+    """Return the steps that cannot be restored, in ranges that do not touch; each writer declares its own."""
     out: list[dict[str, Any]] = []
     for body in sorted(bodies(events, "gap-"), key=lambda body: int(body["first"])):
         if out and body["first"] <= out[-1]["last"] + 1:

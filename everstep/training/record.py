@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from everstep.training.delta import Delta, ShardDelta
+from everstep import kernels
+from everstep.training.delta import Coded, Delta, ShardDelta
 from everstep.training.layout import Layout
 from everstep.training.state import NOTE, tensor_bytes
 
@@ -29,8 +30,14 @@ DELTA_SCHEMA = pa.schema(
         ("skipped", pa.bool_()),  # the step was counted but not taken (non-finite gradient)
         ("hyper", pa.utf8()),  # JSON, one object a parameter group, as used
         ("unused", pa.list_(pa.int32())),  # slots of the shard that got no gradient
-        ("indices", pa.large_list(pa.int32())),  # from the shard's first element; null when dense
-        ("values", pa.large_list(pa.float32())),
+        ("places", pa.large_binary()),  # indices from the shard's first element, packed; null when dense
+        ("count", pa.int64()),  # how many values there are
+        ("values", pa.large_list(pa.float32())),  # null when quantised
+        ("codes", pa.large_binary()),  # what quantised values are read from; null when they are not
+        ("scales", pa.large_list(pa.float32())),  # one a block of codes
+        ("bits", pa.int32()),  # of one code
+        ("skip", pa.int32()),  # codes before the first that counts
+        ("clip", pa.float64()),  # the factor on what the codes stand for
         ("digest", pa.utf8()),  # of the shard's state after the step, every few steps; else null
     ]
 )
@@ -53,6 +60,12 @@ STEP_SCHEMA = pa.schema(
         ("digest", pa.utf8()),
     ]
 )
+
+
+UNCOUNTED = (
+    "group_epoch", "world_size", "seconds", "digest",
+    "indices", "values", "places", "count", "codes", "scales", "bits", "skip", "clip",
+)  # fmt: skip
 
 
 def schema_of(shard: int) -> pa.Schema:
@@ -83,15 +96,28 @@ class StepResult:
     digests: Mapping[int, str]
 
 
-def pack(result: StepResult, layout: Layout, shard: int) -> pa.Buffer:
-    """Return one shard's record of a step as one contiguous, immutable buffer."""
-    batch = _delta_batch(result, layout, shard) if shard else _step_batch(result)
+def pack(result: StepResult, layout: Layout, shard: int, *, apart: bool = False) -> pa.Buffer:
+    """Return one shard's record of a step as one contiguous, immutable buffer.
+
+    Args:
+        result: the step.
+        layout: where the shard lies.
+        shard: its number.
+        apart: leave dense values out; they travel on their own.
+    """
+    batch = _delta_batch(result, layout, shard, apart) if shard else _step_batch(result)
     return batch.serialize()
 
 
-def unpack(shard: int, data: pa.Buffer) -> pa.RecordBatch:
-    """Return the record in a buffer made by `pack`, without a copy."""
-    return pa.ipc.read_record_batch(pa.py_buffer(data), schema_of(shard))
+def unpack(shard: int, data: pa.Buffer, values: pa.Buffer | None = None) -> pa.RecordBatch:
+    """Return the record in a buffer made by `pack`, without a copy; `values` are those that travelled on their own."""
+    batch = pa.ipc.read_record_batch(pa.py_buffer(data), schema_of(shard))
+    if values is None:
+        return batch
+    place, count = batch.schema.get_field_index("values"), batch.column("count")[0].as_py()
+    flat = pa.Array.from_buffers(pa.float32(), count, [None, pa.py_buffer(values)])
+    listed = pa.LargeListArray.from_arrays(pa.array([0, count], pa.int64()), flat)
+    return batch.set_column(place, batch.schema.field(place), listed)
 
 
 def lsn_of(batch: pa.RecordBatch) -> int:
@@ -100,32 +126,38 @@ def lsn_of(batch: pa.RecordBatch) -> int:
 
 
 def payload_crc(batch: pa.RecordBatch) -> int:
-    """Return a CRC32C of what a step did, leaving out who logged it and how long it took."""
-    crc = 0
-    for field in batch.schema:
-        column = batch.column(field.name)
-        if field.name in ("group_epoch", "world_size", "seconds", "digest"):
-            continue
-        if pa.types.is_large_list(field.type) and column.null_count == 0:
-            crc = google_crc32c.extend(crc, column.values.to_numpy(zero_copy_only=True).tobytes())
-        else:
-            crc = google_crc32c.extend(crc, repr(column.to_pylist()).encode())
+    """Return a CRC32C of what a step did, leaving out who logged it, how long it took, and how it is stored."""
+    told = {name: batch.column(name).to_pylist() for name in batch.schema.names if name not in UNCOUNTED}
+    crc = int(google_crc32c.value(repr(told).encode()))
+    if "unused" in batch.schema.names and (delta := read_delta(batch)):
+        crc = google_crc32c.extend(crc, delta.values.tobytes())
+        crc = crc if delta.indices is None else google_crc32c.extend(crc, delta.indices.tobytes())
     return crc
 
 
-def _delta_batch(result: StepResult, layout: Layout, shard: int) -> pa.RecordBatch:
-    part = result.delta.part(layout.range_of(shard)) if result.delta else None
-    indices = None if part is None else part.indices
-    columns = [
-        pa.array([result.lsn], pa.int64()),
-        pa.array([result.group_epoch], pa.int32()),
-        pa.array([part is None]),
-        pa.array([json.dumps(result.hyper)]),
-        pa.array([part.unused if part else ()], pa.list_(pa.int32())),
-        pa.array([None], pa.large_list(pa.int32())) if indices is None else _one_list(indices),
-        _one_list(part.values if part else np.empty(0, np.float32)),
-        pa.array([result.digests.get(shard)], pa.utf8()),
-    ]
+def _delta_batch(result: StepResult, layout: Layout, shard: int, apart: bool) -> pa.RecordBatch:
+    span = layout.range_of(shard)
+    part = result.delta.part(span) if result.delta else None
+    row: dict[str, Any] = {
+        "lsn": result.lsn,
+        "group_epoch": result.group_epoch,
+        "skipped": part is None,
+        "hyper": json.dumps(result.hyper),
+        "unused": part.unused if part else (),
+        "digest": result.digests.get(shard),
+    }
+    long: dict[str, pa.Array] = {}
+    if part is not None:
+        row |= {"count": len(part.values), "clip": part.clip}
+        if part.indices is not None:
+            row["places"] = kernels.pack(torch.from_numpy(part.indices), span.stop - span.start).numpy().tobytes()
+        if part.coded is None and not apart:
+            long["values"] = _one_list(part.values)
+        elif part.coded is not None:
+            coded = part.coded
+            row |= {"codes": coded.codes, "bits": coded.bits, "skip": coded.skip}
+            long["scales"] = _one_list(coded.scales)
+    columns = [long.get(f.name, pa.array([row.get(f.name)], f.type)) for f in DELTA_SCHEMA]
     return pa.record_batch(columns, schema=DELTA_SCHEMA)
 
 
@@ -148,15 +180,34 @@ def _one_list(values: np.ndarray[Any, Any]) -> pa.Array:
 
 
 def read_delta(batch: pa.RecordBatch) -> ShardDelta | None:
-    """Return the delta in a parameter shard's record: views into its buffer, or None for a skipped step."""
+    """Return the delta in a parameter shard's record as consumed, or None for a skipped step.
+
+    Dense values that were not clipped are views into the record.
+    """
     if batch.column("skipped")[0].as_py():
         return None
-    indices = batch.column("indices")
-    return ShardDelta(
-        values=batch.column("values").values.to_numpy(zero_copy_only=True),
-        indices=indices.values.to_numpy(zero_copy_only=True) if indices.null_count == 0 else None,
-        unused=tuple(batch.column("unused")[0].as_py()),
-    )
+    unused = tuple(batch.column("unused")[0].as_py())
+    if "indices" in batch.schema.names:  # object format 1
+        indices = None if batch.column("indices").null_count else _listed(batch, "indices")
+        return ShardDelta(_listed(batch, "values"), indices, unused)
+    count, clip, places = batch.column("count")[0].as_py(), batch.column("clip")[0].as_py(), batch.column("places")
+    indices = None if places.null_count else kernels.unpack(_bytes(places), count).numpy()
+    codes = batch.column("codes")
+    if codes.null_count:
+        return ShardDelta(_listed(batch, "values"), indices, unused, None, clip).consumed()
+    bits, skip = (batch.column(name)[0].as_py() for name in ("bits", "skip"))
+    coded = Coded(codes[0].as_py(), _listed(batch, "scales"), bits, skip)
+    return ShardDelta(coded.values(count), indices, unused, coded, clip).consumed()
+
+
+def _listed(batch: pa.RecordBatch, name: str) -> np.ndarray[Any, Any]:
+    values: np.ndarray[Any, Any] = batch.column(name).values.to_numpy(zero_copy_only=True)
+    return values
+
+
+def _bytes(column: pa.Array) -> torch.Tensor:
+    raw = bytearray(column[0].as_py())
+    return torch.frombuffer(raw, dtype=torch.uint8)
 
 
 def read_buffers(batch: pa.RecordBatch, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

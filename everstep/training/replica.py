@@ -86,6 +86,7 @@ class Replica:
         self.merge_lock = threading.Lock()
         self._replay_s: dict[int, float] = {}
         self._lend_until = 0.0
+        self._early: dict[int, tuple[int, pa.Buffer]] = {}  # by shard: values of a step under way, and that step
         self._lock = threading.Lock()
 
     def received(self) -> dict[int, int]:
@@ -113,11 +114,19 @@ class Replica:
         with self._lock:
             if group_epoch < self.group_epoch:
                 return False
+            if group_epoch > self.group_epoch:
+                self._early.clear()
             self.group_epoch = group_epoch
             if keep is not None:
                 for log in self.logs.values():
                     self._drop_above(log, max(keep, self.complete))
         return True
+
+    def hold(self, group_epoch: int, lsn: int, shard: int, values: pa.Buffer) -> None:
+        """Take the dense values of a step that is still being taken; its record makes them count, or nothing does."""
+        with self._lock:
+            if group_epoch >= self.group_epoch:
+                self._early[shard] = (lsn, values)
 
     def put(self, group_epoch: int, lsn: int, records: Sequence[tuple[int, pa.Buffer]], complete: int) -> bool:
         """Take records of one step; False if they come from an ended group epoch. A gap is left to the sender."""
@@ -125,7 +134,8 @@ class Replica:
             if group_epoch < self.group_epoch:
                 return False
             for shard, payload in records:
-                self._take(shard, lsn, payload)
+                early = self._early.pop(shard) if self._early.get(shard, (0,))[0] == lsn else None
+                self._take(shard, lsn, payload, early[1] if early else None)
         self.advance(complete)
         return True
 
@@ -226,21 +236,21 @@ class Replica:
         else:
             log.lent[lsn] = batch
 
-    def _take(self, shard: int, lsn: int, payload: pa.Buffer) -> None:
+    def _take(self, shard: int, lsn: int, payload: pa.Buffer, values: pa.Buffer | None) -> None:
         log = self.logs[shard]
         if lsn <= log.received:
-            self._compare(shard, log, lsn, payload)
+            self._compare(shard, log, lsn, unpack(shard, payload, values))
         elif lsn == log.received + 1:
-            batch = unpack(shard, payload)
+            batch = unpack(shard, payload, values)
             assert lsn_of(batch) == lsn
             log.unmerged[lsn] = batch
             log.bytes += batch.nbytes
             log.unwritten.append((lsn, batch, clock.monotonic()))
             log.received = lsn
 
-    def _compare(self, shard: int, log: ShardLog, lsn: int, payload: pa.Buffer) -> None:
+    def _compare(self, shard: int, log: ShardLog, lsn: int, batch: pa.RecordBatch) -> None:
         expected = log.logged.pop(lsn, None)
-        if expected is not None and payload_crc(unpack(shard, payload)) != expected and self.mismatch is None:
+        if expected is not None and payload_crc(batch) != expected and self.mismatch is None:
             self.mismatch = StateMismatch(
                 f"step {lsn}, shard {shard}: the recomputed record differs from the logged one",
                 hint="machine, torch version or data differ from those that wrote the log; "

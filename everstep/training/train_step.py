@@ -23,6 +23,7 @@ from everstep.training.delta import Delta, gradient_views, untouched, write_grad
 from everstep.training.exchange import Exchange, Reduced, Tail, used_flags
 from everstep.training.group import Group
 from everstep.training.optimizer import advance_scheduler, hyper_parameters, spares_gradients
+from everstep.training.overlap import Stretches
 from everstep.training.record import StepResult
 from everstep.training.seeding import seed_all, step_seed
 from everstep.training.state import TrainState, combine_digests, tensor_digest
@@ -66,6 +67,10 @@ class TrainStep:
         bitwise, count = self.recipe.determinism == "bitwise", self.recipe.micro_shards
         self.sums = Sums(count) if bitwise else None  # of gradient and tail, along the tree
         self.buffers = (TreeBuffers if bitwise else Buffers)(blueprint.model, state.fixed, count)
+        self.stretches: Stretches | None = None  # reduces them while backward runs
+        if self.recipe.overlap and not bitwise and exchange.dense:
+            self.stretches = Stretches(exchange.layout.slots, state.params)
+        self.exposed_s = 0.0  # of the last step: reducing that backward did not hide
         self.beats = 0  # micro-shards computed, evaluation included: a sign of life where no step ends for long
         self.torn = False  # a commit failed half-way: this state may not be used any more
         self.network_bytes = 0  # of the last step, by all workers together
@@ -109,13 +114,17 @@ class TrainStep:
         started = clock.monotonic()
         lsn = self.state.lsn + 1
         wire = self.exchange.next_buffer()
-        self._gradients(wire, batches, mine, lsn)
+        overlapped = self._gradients(wire, batches, mine, lsn, group)
         tail = wire[self.exchange.layout.size :]
         for shard, lag in lags.items():
             tail[self.tail.lag.start + shard] = lag
         tail[self.tail.stop] = float(stop)
         self.at("before_exchange", lsn)
-        reduced = self.exchange.stage(wire, group, lsn, self.sums)
+        waiting = clock.monotonic()
+        if overlapped is not None:
+            overlapped.finish()
+        reduced = self.exchange.stage(wire, group, lsn, self.sums, reduced=overlapped is not None)
+        self.exposed_s = clock.monotonic() - waiting
         self.at("after_exchange", lsn)
         staged = self._stage(reduced, group, lsn)
         self.at("before_commit", lsn)
@@ -127,13 +136,22 @@ class TrainStep:
         self.at("after_commit", lsn)
         return result, reduced.tail
 
-    def _gradients(self, wire: torch.Tensor, batches: Sequence[Any], mine: Sequence[int], lsn: int) -> None:
-        """Sum the gradients of my micro-shards, in the wire or along the tree; note how they changed the buffers."""
+    def _gradients(
+        self, wire: torch.Tensor, batches: Sequence[Any], mine: Sequence[int], lsn: int, group: Group
+    ) -> Stretches | None:
+        """Sum the gradients of my micro-shards, in the wire or along the tree; note how they changed the buffers.
+
+        Returns:
+            What is being reduced already, and has to be finished; None if nothing is.
+        """
+        overlapped = self.stretches if self.stretches and self.stretches.worth_it and group.world_size > 1 else None
         model, task, recipe = self.blueprint.model, self.blueprint.task, self.recipe
         size = self.exchange.layout.size
         wire[size:].zero_()
         if self.sums is not None:
             self.sums.clear()
+        if self.stretches is not None:
+            self.stretches.end()  # of a step that was aborted
         self.buffers.begin()
         model.train()
         model.zero_grad(set_to_none=True)
@@ -143,6 +161,8 @@ class TrainStep:
                 seed_all(step_seed(recipe.seed, lsn, micro_shard))
                 with autocast(recipe.autocast, self.exchange.device):
                     loss = task.loss(model, to_device(batch, self.exchange.device)) / recipe.micro_shards
+                if overlapped is not None and micro_shard == mine[-1]:
+                    overlapped.begin(wire, group)
                 loss.backward()  # type: ignore[no-untyped-call]
                 if self.sums is None:
                     loss_sum += float(loss.detach())
@@ -154,9 +174,11 @@ class TrainStep:
             self.buffers.put_back()
         tail = wire[size:]
         if self.sums is None:
-            self._flatten(wire)
+            if overlapped is None:
+                self._flatten(wire)
             tail[self.tail.loss] = loss_sum
         tail[self.tail.changed] = torch.tensor(self.buffers.flags(), device=tail.device)
+        return overlapped
 
     def _add_leaf(self, sums: Sums, micro_shard: int, loss: float) -> None:
         """Add one micro-shard's gradient, flags and loss to the sums along the tree."""
@@ -197,10 +219,9 @@ class TrainStep:
         clip = 1.0
         if self.recipe.clip_norm is not None and norm > self.recipe.clip_norm:
             clip = self.recipe.clip_norm / (norm + 1e-6)
-            reduced.values.mul_(clip)
-        indices = reduced.indices_numpy()
-        unused = untouched(self.exchange.layout, used_flags(reduced.tail, self.tail), indices)
-        return Staged(reduced, Delta(reduced.values.cpu().numpy(), indices, unused), norm, clip, buffers)
+        used = used_flags(reduced.tail, self.tail)
+        unused = untouched(self.exchange.layout, used, reduced.indices_numpy())
+        return Staged(reduced, reduced.delta(unused, clip), norm, clip, buffers)
 
     def _exchange_buffers(self, tail: torch.Tensor, group: Group) -> dict[str, torch.Tensor]:
         """Reduce the buffers that changed on any worker, and return their new values."""
@@ -217,10 +238,7 @@ class TrainStep:
         hyper = hyper_parameters(self.state.optimizer)
         self.torn = True
         if staged.delta is not None:
-            flat = wire[: self.exchange.layout.size]
-            write_gradient(flat, staged.reduced.values, staged.reduced.indices)
-            if staged.reduced.indices is None and not spares_gradients(self.state.optimizer):
-                flat = flat.clone()  # the delta is still to be logged
+            flat = self._consumed(staged, wire[: self.exchange.layout.size])
             self.state.apply(gradient_views(flat, self.exchange.layout.slots, staged.delta.unused))
             self.state.set_fixed(staged.buffers)
             self.exchange.commit(staged.reduced)
@@ -228,6 +246,16 @@ class TrainStep:
         self.torn = False
         advance_scheduler(self.scheduler)
         return hyper
+
+    def _consumed(self, staged: Staged, flat: torch.Tensor) -> torch.Tensor:
+        """Return the gradient that the optimizer consumes; the delta, which is still to be logged, stays as it is."""
+        assert self.state.optimizer is not None
+        reduced = staged.reduced
+        values = reduced.values if staged.clip == 1 else reduced.values * staged.clip
+        if reduced.indices is not None:
+            write_gradient(flat, values, reduced.indices)
+            return flat
+        return values if staged.clip != 1 or spares_gradients(self.state.optimizer) else values.clone()
 
     def _scalars(
         self, staged: Staged, group: Group, hyper: Sequence[Mapping[str, Any]], started: float

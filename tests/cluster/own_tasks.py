@@ -95,3 +95,11 @@ class Normed(Line):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
+
+
+class Wide(Line):
+    """A model of 10 MB: its gradient is reduced in several stretches."""
+
+    def model(self) -> nn.Module:
+        layers = [nn.Linear(8, 1100), nn.Tanh(), nn.Linear(1100, 1100), nn.Tanh(), nn.Linear(1100, 1100), nn.Tanh()]
+        return nn.Sequential(*layers, nn.Linear(1100, 1))

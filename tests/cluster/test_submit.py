@@ -17,6 +17,7 @@ from everstep.core import clock
 from everstep.platform.settings import JobSettings
 from everstep.storage.chain import Chain
 from everstep.storage.store import open_store
+from everstep.training.history import sizes
 from tests.cluster import own_tasks
 from tests.cluster.head import BIN, Head
 from tests.cluster.helpers import MARK, Answer, job, marked, write_job
@@ -158,6 +159,13 @@ def test_leave_then_stop(desk: Desk) -> None:
     assert f"follow: everstep follow long --address {head.url}" in sent.err
     assert f"stop: everstep stop long --address {head.url}" in sent.err
     desk.until(lambda: desk.durable("long"))
+
+    for wrong in ("2:1", "99"):
+        refused = desk.run("scale", "long", wrong)
+        assert refused.code == 2 and "expected 1 <= MIN <= MAX <=" in refused.err
+    scaled = desk.run("scale", "long", "1")
+    assert scaled.code == 0, scaled.err
+    desk.until(lambda: sizes(Chain.open(open_store(desk.store), "long").events("size-"))[-1][1] == 1)
 
     here = head.env | {MARK: os.environ[MARK], "RAY_ADDRESS": head.address}
     following = subprocess.Popen(

@@ -55,7 +55,7 @@ def read_object(data: bytes) -> Object:
     crc = checked(data)
     reader = pa.ipc.open_file(pa.BufferReader(data))
     header = {key.decode(): text.decode() for key, text in reader.schema.metadata.items()}
-    assert header["everstep"] == "1"
+    assert header["everstep"] in ("1", "2")
     return Object(header, [reader.get_batch(index) for index in range(reader.num_record_batches)], crc)
 
 
@@ -101,6 +101,38 @@ def read_records(found: Object) -> dict[int, dict[str, Any]]:
         out[row["lsn"]] = row
     assert list(out) == list(range(int(found.header["everstep.first"]), int(found.header["everstep.last"]) + 1))
     return out
+
+
+def places(packed: bytes, count: int) -> list[int]:
+    """The places of a record's values."""
+    low, rest = packed[0], packed[1:]
+    cut = -(-count * low // 8)
+    small, ones = bits(rest[:cut]), [at for at, one in enumerate(bits(rest[cut:])) if one]
+    assert len(ones) == count
+    parts = [sum(bit << place for place, bit in enumerate(small[j * low : (j + 1) * low])) for j in range(count)]
+    return [(at - j << low) + part for j, (at, part) in enumerate(zip(ones, parts, strict=True))]
+
+
+def bits(data: bytes) -> list[int]:
+    """The bits of some bytes, the least significant of each first."""
+    return [byte >> place & 1 for byte in data for place in range(8)]
+
+
+def values(row: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """The values of a parameter shard's record, as the optimizer consumed them."""
+    found = np.array(row["values"], np.float32) if row["codes"] is None else decoded(row)
+    return found if row["clip"] == 1 else found * np.float32(row["clip"])
+
+
+def decoded(row: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """The values that codes stand for."""
+    raw = np.frombuffer(row["codes"], np.uint8)
+    if row["bits"] == 8:
+        codes = raw.view(np.int8).astype(np.float32)
+    else:
+        codes = np.stack([raw & 15, raw >> 4], 1).reshape(-1).astype(np.float32) - 8
+    scale = np.repeat(np.array(row["scales"], np.float32), {8: 256, 4: 64}[row["bits"]])
+    return (codes[: len(scale)] * scale[: len(codes)])[row["skip"] : row["skip"] + row["count"]]
 
 
 # --- manifest.md, event.md

@@ -15,6 +15,7 @@ from everstep.storage.chain import Chain
 from everstep.storage.encrypted import VARIABLE
 from everstep.storage.folder import FolderStore
 from everstep.storage.manifest import FORMAT, Manifest
+from everstep.storage.objects import FORMAT_VERSION
 from everstep.storage.plan import plan_restore
 from everstep.training.blueprint import Blueprint
 from everstep.training.inspect import describe
@@ -28,6 +29,7 @@ HERE = Path(__file__).parent
 FOLDERS = sorted(path.name for path in HERE.iterdir() if (path / "expected.json").exists())
 RUNS = [(folder, run) for folder in FOLDERS for run in (PLAIN, SEALED) if (HERE / folder / "store" / run).exists()]
 ROUNDS = (0, 8)
+FORMATS = {"v1": (1, 1), "v2": (2, 1), "v3": (2, 2)}  # of manifests and of objects
 
 
 class Golden:
@@ -35,7 +37,7 @@ class Golden:
 
     def __init__(self, folder: str, run: str, copy: Path) -> None:
         shutil.copytree(HERE / folder / "store" / run, copy / run)
-        self.format = int(folder.removeprefix("v"))
+        self.format, self.object_format = FORMATS[folder]
         self.expected: dict[str, Any] = json.loads((HERE / folder / "expected.json").read_text(encoding="utf-8"))
         self.store = FolderStore(str(copy))
         self.chain = Chain.open(self.store, run)
@@ -63,7 +65,7 @@ def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Golden]:
 
 
 def test_there_is_a_run_of_every_format_up_to_todays() -> None:
-    assert FOLDERS == [f"v{number}" for number in range(1, FORMAT + 1)]
+    assert FOLDERS == sorted(FORMATS) and FORMATS[FOLDERS[-1]] == (FORMAT, FORMAT_VERSION)
 
 
 def test_the_structure_is_read(golden: Golden) -> None:

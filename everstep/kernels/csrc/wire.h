@@ -12,6 +12,7 @@ typedef unsigned int uint32_t;
 typedef long long int64_t;
 typedef unsigned long long uint64_t;
 #else
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #endif
@@ -49,6 +50,18 @@ WIRE float float_of(uint32_t bits) {
 WIRE uint32_t magnitude_key(float value) {
   uint32_t key = bits_of(value) & 0x7fffffffu;
   return key < KEY_INF ? key : 0u;
+}
+
+// The scale of a block whose largest magnitude has these bits: NaN where that is not finite. Levels: 127 or 7.
+WIRE float quantise_scale(uint32_t largest, float levels) {
+  return largest < KEY_INF ? float_of(largest) * (1.0f / levels) : float_of(0x7fc00000u);
+}
+
+// The code of an element of a block with this scale, which is above 0: half to even.
+WIRE float quantise_code(float value, float scale, float levels) {
+  float code = rintf(value / scale);
+  code = code > levels ? levels : code;  // the scale was rounded, most of all a subnormal one
+  return code < -levels ? -levels : code;
 }
 
 #endif

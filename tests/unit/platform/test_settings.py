@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from everstep.compressors import COMPRESSORS
 from everstep.core.errors import SettingsError
+from everstep.platform.sections import COMPRESSION
 from everstep.platform.settings import (
     RESUMABLE,
     JobSettings,
@@ -154,6 +156,8 @@ def test_faults_of_file_and_command_line_add_up(job: Callable[..., Path]) -> Non
         ("task.day=2020-01-01", "task.day: expected a finite number, string", "write it as"),
         ("scheduler.gamma=0.1", "scheduler.name: missing", "add scheduler.name"),
         ("preconditioner.name=eva", "preconditioner.name: expected 'none', got 'eva'", "leave the section out"),
+        ("compression.method=topkk", "compression.method: expected 'none', 'auto', 'topk', ", "take one of these"),
+        ("compression.rank=0", "compression.rank: expected greater than or equal to 1, got 0", ""),
         ("compression.density=0", "compression.density: expected greater than 0, got 0", ""),
         ("compression.density=2", "compression.density: expected less than or equal to 1, got 2", ""),
         ("compression.residual=some", "compression.residual: expected 'replicated', 'survivor' or 'none'", ""),
@@ -182,6 +186,18 @@ def test_refused_values_say_what_and_what_next(
     assert message in error.message
     assert hint in error.hint
     assert "--set" in error.message or error.message.startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("method", ["powersgd", "auto"])
+def test_what_shrinks_the_network_goes_with_no_replicated_residual(job: Callable[..., Path], method: str) -> None:
+    error = refused(job(), f"compression.method={method}")
+    assert 'compression.residual: expected "survivor" or "none" with compression.method' in error.message
+    assert 'compression.residual = "survivor"' in error.hint
+    load(job(), [f"compression.method={method}", "compression.residual=survivor"])
+
+
+def test_compressors_of_the_job_file_are_those_of_the_registry() -> None:
+    assert set(COMPRESSION) - {"none", "auto"} == set(COMPRESSORS)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from everstep.platform.tuner import (
     Intervals,
     Tuned,
     derive_intervals,
+    logged_bytes,
     tune,
     tune_lowdiff,
     waste,
@@ -39,7 +40,8 @@ def share(settings: JobSettings, parameters: int, shards: int, interval: int) ->
     """Bytes of log and snapshots a step, as a share of a full checkpoint."""
     copies = settings.workers.max if settings.compression.residual == "survivor" else 1
     named = min(1.0, settings.compression.density * copies)
-    log = 8 * parameters * named + RECORD_BYTES * shards
+    place = (math.log2(1 / named) + 2) / 8
+    log = (4 + place) * parameters * named + RECORD_BYTES * shards
     return (log + 4 * parameters * copies / interval) / (FULL * parameters)
 
 
@@ -51,6 +53,26 @@ def test_automatic_intervals() -> None:
 def test_explicit_intervals_are_taken() -> None:
     settings = compressed(segment_steps=7, base_interval=11, compressor_interval=13, max_lag_s=2.5)
     assert derive_intervals(settings, 100_000, 3) == Intervals(7, 11, 13, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("method", "residual", "workers", "each"),
+    [
+        ("none", "none", 2, 4.0),
+        ("topk", "replicated", 8, 0.0508),
+        ("topk+int8", "replicated", 8, 0.021),
+        ("int8", "replicated", 8, 1.02),
+        ("int4", "replicated", 8, 0.57),
+        ("topk", "survivor", 8, 0.08 * (4 + 0.7055)),  # the union of what eight chose
+        ("topk+int8", "survivor", 1, 0.021),  # nobody to add to
+        ("randk", "survivor", 8, 0.0508),  # all chose the same places
+        ("int8", "survivor", 8, 4.0),  # a sum of codes is no code
+        ("powersgd", "survivor", 2, 4.0),
+    ],
+)
+def test_what_an_element_takes_in_the_log(method: str, residual: str, workers: int, each: float) -> None:
+    settings = job(compression={"method": method, "residual": residual, "density": 0.01})
+    assert logged_bytes(settings.compression, workers) == pytest.approx(each, rel=0.01)
 
 
 def test_nothing_to_keep_needs_no_snapshots() -> None:
@@ -89,7 +111,7 @@ def test_a_sparser_log_leaves_room_for_more_snapshots(residual: str) -> None:
     ("settings", "parameters"),
     [
         (compressed(density=0.1), 1_000_000),  # the log alone is over the share
-        (compressed("survivor"), 1_000_000),  # two workers' choices
+        (compressed("survivor", 0.02), 1_000_000),  # two workers' choices
         (compressed(), 10_000),  # what a record costs besides its values
     ],
 )

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from everstep.compressors import Spec, build_compressor
 from everstep.storage import encrypted, events
 from everstep.storage.chain import Chain
 from everstep.storage.keys import (
@@ -30,7 +31,17 @@ from everstep.storage.manifest import FORMAT, Base, CompressorSnapshot, Kept, Ma
 from everstep.storage.memory import MemoryStore
 from everstep.storage.objects import FORMAT_VERSION, Header, decode, encode
 from everstep.storage.pins import Pin
-from everstep.training.record import DELTA_SCHEMA, STEP_SCHEMA, schema_of
+from everstep.training.delta import Delta
+from everstep.training.layout import plan_layout
+from everstep.training.record import (
+    DELTA_SCHEMA,
+    STEP_SCHEMA,
+    StepResult,
+    pack,
+    read_delta,
+    schema_of,
+    unpack,
+)  # fmt: skip
 from everstep.training.shard_state import BASE_SCHEMA, from_batches, to_batches
 from tests.faults.history import History, recipe
 from tests.golden import plain_reader
@@ -156,7 +167,7 @@ def test_the_example_is_a_real_object() -> None:
         start = int(offset, 16)
         assert data[start : start + 16] == bytes.fromhex(digits), offset
     stored = decode(data, where="example")
-    assert stored.header == Header("base", "r", 1, 1, 3, 3)
+    assert stored.header == Header("base", "r", 1, 1, 3, 3, format=1)  # a base is the same in format 2
     tensors = from_batches(stored.batches)
     assert list(tensors) == ["param/w"] and torch.equal(tensors["param/w"], torch.tensor([1.0, -2.0]))
     assert plain_reader.checked(data) == stored.crc and stored.crc in text and f"{len(data)} bytes" in text
@@ -188,12 +199,41 @@ def test_segments_are_as_their_pages_say(written: Written) -> None:
     for name, key in sorted(written.keys(SegmentKey)):
         got = plain_reader.read_object(written.plain(name))
         assert all(batch.schema.equals(schema_of(key.shard)) for batch in got.batches)
-        nullable = {"indices", "digest"}
+        nullable = {"places", "count", "values", "codes", "scales", "bits", "skip", "clip", "digest"}
         for lsn, row in plain_reader.read_records(got).items():
             assert {column for column, value in row.items() if value is None} <= nullable
             assert row["lsn"] == lsn and isinstance(json.loads(row["hyper"]), list)
         assert got.header["everstep.parent"] == ends.get((key.generation, key.shard), "")
         ends[key.generation, key.shard] = got.crc
+
+
+def test_deltas_are_read_from_the_pages(written: Written) -> None:
+    for name, key in written.keys(SegmentKey):
+        for batch in plain_reader.read_object(written.plain(name)).batches if key.shard else []:
+            (row,), own = batch.to_pylist(), read_delta(batch)
+            assert own is not None and own.indices is not None
+            assert plain_reader.places(row["places"], row["count"]) == own.indices.tolist()
+            assert plain_reader.values(row).tobytes() == own.values.tobytes()
+
+
+@pytest.mark.parametrize("method", ["int8", "int4", "topk+int8"])
+def test_codes_are_read_from_the_pages(method: str) -> None:
+    compressor = build_compressor(method, Spec(0.3))
+    assert compressor is not None
+    layout = plan_layout(["a", "b"], [torch.empty(451), torch.empty(700)], [0, 0], 2)
+    sent = compressor.compress(torch.randn(layout.size, generator=torch.Generator().manual_seed(1)), 1)
+    places = None if sent.indices is None else sent.indices.numpy()
+    delta = Delta(sent.values.numpy(), places, frozenset(), sent.codes, 0.3)
+    for shard in (1, 2):
+        batch = unpack(shard, pack(StepResult(1, 1, delta, {}, [], {}, {}), layout, shard))
+        (row,), own, part = batch.to_pylist(), read_delta(batch), delta.part(layout.range_of(shard))
+        assert (
+            own is not None
+            and own.values.tobytes() == plain_reader.values(row).tobytes() == part.consumed().values.tobytes()
+        )
+        assert (row["places"] is None) == (places is None)
+        if part.indices is not None:
+            assert plain_reader.places(row["places"], row["count"]) == part.indices.tolist()
 
 
 def test_bases_have_the_digest_that_their_record_logged(written: Written) -> None:

@@ -15,6 +15,7 @@ from everstep.storage.memory import MemoryStore
 from everstep.storage.store import Buffer, Pace
 from everstep.training.base_writer import BaseWriter
 from everstep.training.blueprint import Blueprint
+from everstep.training.history import gaps
 from everstep.training.log_writer import LogWriter
 from everstep.training.replica import Replica
 from everstep.training.restore import read_residual, restore
@@ -220,8 +221,7 @@ def test_a_gap_is_recorded_and_bridged_by_bases(logged: Logged) -> None:
     logged.train(1)
     logged.work(flush=True)
     assert logged.durable() == {8} and logged.bases()[-1] == 8
-    gaps = {name: body for name, body in logged.chain.events().items() if name.startswith("gap-")}
-    assert [(body["first"], body["last"]) for body in gaps.values()] == [(4, 8)]
+    assert [(body["first"], body["last"]) for body in gaps(logged.chain.events())] == [(4, 8)]
     logged.train(3)
     logged.work(flush=True)
     assert logged.check() == 11
@@ -243,7 +243,7 @@ def test_a_segment_that_arrived_without_an_answer_is_no_part_of_the_gap(logged: 
     logged.store.silent = ()
     logged.train(2)
     logged.work(flush=True)
-    (gap,) = (body for name, body in logged.chain.events().items() if name.startswith("gap-"))
+    (gap,) = gaps(logged.chain.events())
     assert (gap["first"], gap["last"]) == (6, 7)
     assert logged.check(5) == 5 and logged.check() == 7
     with pytest.raises(ChainError):

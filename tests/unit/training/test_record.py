@@ -57,7 +57,7 @@ def dense(size: int, unused: frozenset[int] = frozenset()) -> Delta:
 
 def sparse(size: int, count: int, unused: frozenset[int] = frozenset()) -> Delta:
     draw = np.random.default_rng(1)
-    indices = np.sort(draw.choice(size, count, replace=False)).astype(np.int64)
+    indices = np.sort(draw.choice(size, count, replace=False)).astype(np.int32)
     return Delta(draw.standard_normal(count).astype(np.float32), indices, unused)
 
 
@@ -129,7 +129,7 @@ def test_records_read_back_as_they_were_and_together_are_the_whole(delta: Delta,
 @settings(max_examples=60, deadline=None)
 def test_any_sparse_delta_is_cut_without_loss(places: set[int], shards: int, unused: set[int]) -> None:
     layout = layout_for(SIZES, shards)
-    indices = np.array(sorted(places), np.int64)
+    indices = np.array(sorted(places), np.int32)
     delta = Delta(np.arange(len(indices), dtype=np.float32), indices, frozenset(unused))
     parts = [(part, delta.part(part)) for part in layout.ranges]
     assert [int(i) + p.start for p, d in parts for i in d.indices] == sorted(places)  # type: ignore[union-attr]
@@ -220,7 +220,7 @@ def variants() -> dict[str, tuple[int, StepResult]]:
     values, indices = base.values.copy(), base.indices.copy()
     values[3] = np.nextafter(values[3], np.float32(np.inf))
     free = next(i for i in range(TOTAL) if i not in base.indices)
-    moved = np.sort(np.append(np.delete(indices, 5), free))
+    moved = np.sort(np.append(np.delete(indices, 5), np.int32(free)))
     buffers = {"buffer/mean": torch.arange(4.0)}
     step = result_of(base, buffers=buffers)
     return {
@@ -264,7 +264,7 @@ def test_the_checksum_leaves_out_who_logged_it_and_how_long_it_took() -> None:
 @pytest.mark.parametrize("kind", ["dense", "sparse", "empty", "skipped"])
 def test_a_record_has_the_same_checksum_when_read_back_from_a_segment(kind: str) -> None:
     layout = layout_for(SIZES, 2)
-    nothing = Delta(np.empty(0, np.float32), np.empty(0, np.int64), frozenset())
+    nothing = Delta(np.empty(0, np.float32), np.empty(0, np.int32), frozenset())
     delta = {"dense": dense(TOTAL), "sparse": sparse(TOTAL, 20), "empty": nothing, "skipped": None}[kind]
     buffers = {"buffer/mean": torch.randn(3), "buffer/count": torch.tensor(5)}
     chain = Chain.create(MemoryStore(), "r", settings={}, shards=3, exactness="bitwise")

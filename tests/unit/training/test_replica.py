@@ -12,7 +12,7 @@ import torch
 from everstep.core.errors import StateMismatch
 from everstep.training import replica as replica_module
 from everstep.training.blueprint import Blueprint
-from everstep.training.record import lsn_of, payload_crc, unpack
+from everstep.training.record import StepResult, lsn_of, pack, payload_crc, unpack
 from everstep.training.replica import Replica
 from tests.unit.training.worlds import Worker, packed, solo, toy_recipe, whole_digest
 
@@ -26,6 +26,7 @@ class Live:
     blueprint: Blueprint
     records: dict[int, dict[int, pa.Buffer]]
     digests: dict[int, str]
+    results: dict[int, StepResult]
 
     @property
     def shards(self) -> range:
@@ -35,14 +36,21 @@ class Live:
         return list(self.records[lsn].items())
 
 
+def copied(result: StepResult) -> StepResult:
+    """A dense delta lies in a buffer that is used again."""
+    assert result.delta is not None
+    return dataclasses.replace(result, delta=dataclasses.replace(result.delta, values=result.delta.values.copy()))
+
+
 @pytest.fixture(scope="module")
 def live() -> Live:
     worker = Worker(Blueprint(toy_recipe(norm=True, shards=2)))
-    records, digests = {}, {0: worker.state.digest()}
+    records, digests, results = {}, {0: worker.state.digest()}, {}
     for lsn in range(1, STEPS + 1):
-        records[lsn] = packed(worker.take(solo()), worker.blueprint.layout)
+        results[lsn] = copied(worker.take(solo()))
+        records[lsn] = packed(results[lsn], worker.blueprint.layout)
         digests[lsn] = worker.state.digest()
-    return Live(Blueprint(worker.blueprint.recipe), records, digests)
+    return Live(Blueprint(worker.blueprint.recipe), records, digests, results)
 
 
 @pytest.fixture
@@ -386,3 +394,52 @@ def test_a_merge_goes_no_further_than_asked_while_steps_go_on(replica: Replica, 
     lsn = replica.complete
     feed(replica, live, (4, 5), complete=5)
     assert merge_all(replica, lsn) == live.digests[3]
+
+
+# --- values that come before their record
+
+
+def apart(live: Live, lsn: int) -> tuple[list[tuple[int, pa.Buffer]], dict[int, pa.Buffer]]:
+    """A step's records without their dense values, and those."""
+    result, layout = live.results[lsn], live.blueprint.layout
+    assert result.delta is not None
+    values = {span.shard: pa.py_buffer(result.delta.part(span).values.tobytes()) for span in layout.ranges}
+    return [(shard, pack(result, layout, shard, apart=True)) for shard in live.shards], values
+
+
+def test_values_may_come_before_their_record(live: Live, replica: Replica) -> None:
+    for lsn in range(1, STEPS + 1):
+        records, values = apart(live, lsn)
+        for shard, early in values.items():
+            replica.hold(1, lsn, shard, early)
+        assert set(replica.received().values()) == {lsn - 1}  # nothing counts yet
+        assert replica.put(1, lsn, records, lsn)
+        for shard, payload in live.records[lsn].items():
+            held = replica.held(shard, lsn - 1, lsn)
+            assert held is not None and held[0].equals(unpack(shard, payload))
+    assert merge_all(replica) == live.digests[STEPS]
+
+
+def test_values_of_an_aborted_step_leave_no_trace(live: Live, replica: Replica) -> None:
+    wrong = {shard: pa.py_buffer(bytes(values.size)) for shard, values in apart(live, 1)[1].items()}
+    for shard, early in wrong.items():
+        replica.hold(1, 1, shard, early)
+    replica.begin_epoch(2, 0)
+    for shard, early in wrong.items():
+        replica.hold(1, 1, shard, early)  # from a worker that was stopped, and wakes
+    assert replica.put(2, 1, live.all_of(1), 1) and merge_all(replica) == live.digests[1]
+    for shard, early in wrong.items():
+        replica.hold(2, 2, shard, early)
+    records, values = apart(live, 2)  # taken again in the same epoch
+    for shard, early in values.items():
+        replica.hold(2, 2, shard, early)
+    assert replica.put(2, 2, records, 2) and merge_all(replica) == live.digests[2]
+
+
+def test_values_of_a_later_step_wait_while_an_earlier_record_comes_again(live: Live, replica: Replica) -> None:
+    feed(replica, live, [1])
+    records, values = apart(live, 2)
+    for shard, early in values.items():
+        replica.hold(1, 2, shard, early)
+    feed(replica, live, [1])
+    assert replica.put(1, 2, records, 2) and merge_all(replica) == live.digests[2]

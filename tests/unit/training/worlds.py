@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from everstep.compressors import build_compressor
 from everstep.core.errors import GroupBroken
 from everstep.training.blueprint import Blueprint
 from everstep.training.exchange import Exchange, Tail
@@ -106,6 +105,16 @@ class Channel:
         self.brought: list[list[Tensor]] = [[]] * size
 
 
+class Ended:
+    """An operation that has ended already."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
 class ThreadGroup:
     """A member of a group of threads: sums in the order of world ranks, so with the same bits on each.
 
@@ -124,6 +133,10 @@ class ThreadGroup:
         for part in parts[1:]:
             total += part
         tensor.copy_(total)
+
+    def begin_all_reduce(self, tensor: Tensor) -> Ended:
+        self.all_reduce(tensor)
+        return Ended()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self.sent += (self.world_size - 1) * tensor.numel()
@@ -210,7 +223,7 @@ class Worker:
         self.state = self.blueprint.live_state()
         buffers = sum(name.startswith("buffer/") for name in self.state.fixed)
         tail = Tail(len(layout.slots), buffers, len(layout.shards))
-        compressor = build_compressor(recipe.compressor, recipe.density)
+        compressor = self.blueprint.compressor()
         self.exchange = Exchange(layout, tail, compressor, recipe.residual, self.window, torch.device("cpu"))
         self.step = TrainStep(self.blueprint, self.state, self.exchange, tail, lambda point, lsn: self.at(point, lsn))
 
