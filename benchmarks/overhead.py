@@ -27,6 +27,8 @@ CASES = {
     "none": ["compression.method=none"],
     "topk replicated": ["compression.method=topk", "compression.residual=replicated"],
     "topk survivor": ["compression.method=topk", "compression.residual=survivor"],
+    "topk+int8": ["compression.method=topk+int8"],
+    "int8": ["compression.method=int8"],
 }
 
 

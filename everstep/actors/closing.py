@@ -145,6 +145,7 @@ def summarise(run: RunContext, digest: str, durable: int, wall_seconds: float) -
         "bytes_network": workers[0]["network_bytes_per_step"] * last,
         "bytes_full_checkpoint": workers[0]["full_bytes"],
         "step_seconds_median": workers[0]["step_seconds_median"],
+        "exchange_seconds_median": workers[0]["exchange_seconds_median"],
         "stall_fraction": max(worker["stall_fraction"] for worker in workers),
         "log_cpu_seconds": sum(worker["sender_cpu"] for worker in workers) + sum(status["cpu"] for status in statuses),
         "train_cpu_seconds": sum(worker["train_cpu"] for worker in workers),

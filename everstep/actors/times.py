@@ -17,17 +17,19 @@ def _kept() -> deque[float]:
 
 @dataclass
 class Times:
-    """Seconds of each step, of what it waited for the log, and the wall clock at its end; processor seconds in all."""
+    """Seconds of each step, and what it waited for the log and for its peers; when it ended; processor seconds."""
 
     steps: deque[float] = field(default_factory=_kept)
     stalls: deque[float] = field(default_factory=_kept)
+    exchanges: deque[float] = field(default_factory=_kept)
     ends: deque[float] = field(default_factory=_kept)
     cpu: float = 0.0
 
-    def add(self, seconds: float, stalled: float, end: float) -> None:
+    def add(self, seconds: float, stalled: float, exchange: float, end: float) -> None:
         """Count a finished step."""
         self.steps.append(seconds)
         self.stalls.append(stalled)
+        self.exchanges.append(exchange)
         self.ends.append(end)
 
     def recent(self) -> float | None:
@@ -47,10 +49,11 @@ class Times:
         return ends[place] if place < len(ends) else None
 
     def measures(self) -> dict[str, Any]:
-        """Return the median step, and the share of step time that went into waiting for the log."""
+        """Return medians of a step and of its exchange, and the share of step time spent waiting for the log."""
         whole = sum(self.steps)
         return {
             "step_seconds_median": statistics.median(self.steps) if self.steps else None,
+            "exchange_seconds_median": statistics.median(self.exchanges) if self.exchanges else None,
             "stall_fraction": sum(self.stalls) / whole if whole else 0.0,
             "train_cpu": self.cpu,
         }

@@ -334,7 +334,7 @@ class TrainWorker:
     def _count(self, result: StepResult, started: float, stalled: float) -> None:
         loss = float(result.scalars["loss"])
         self.loss = (loss if result.lsn == 1 else self.loss[0], loss)
-        self.times.add(clock.monotonic() - started, stalled, clock.wall())
+        self.times.add(clock.monotonic() - started, stalled, self.train_step.exposed_s, clock.wall())
 
     def _evaluate(self) -> None:
         assert self.group is not None

@@ -92,7 +92,7 @@ def _check_ends(indices: torch.Tensor, n: int) -> None:
 def reference_merge(indices: torch.Tensor, values: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge in plain torch: the specification, and the way without a C library."""
     _check_ends(indices, n)
-    places, where = indices.unique(return_inverse=True)
+    places, where = torch.unique(indices, return_inverse=True)
     sums = values.new_zeros(places.shape)
     for row, added in zip(where, values, strict=True):
         sums.index_add_(0, row, added)

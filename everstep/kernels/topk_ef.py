@@ -52,7 +52,12 @@ def topk_ef(
     n = gradient.numel()
     if (residual is None) != (out is None):
         raise ValueError("topk_ef: `out` is wanted if and only if a residual is given")
-    for name, tensor, size in (("gradient", gradient, n), ("residual", residual, n), ("out", out, n), ("bound", bound, 1)):
+    for name, tensor, size in (
+        ("gradient", gradient, n),
+        ("residual", residual, n),
+        ("out", out, n),
+        ("bound", bound, 1),
+    ):
         if tensor is not None:
             _check(name, tensor, size, gradient.device)
     if not 0 <= k <= n < 2**31:

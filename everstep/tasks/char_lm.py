@@ -39,6 +39,7 @@ SIZES = {
     "tiny": Shape(width=64, layers=4, heads=2, block=64, vocabulary=128),
     "1m": Shape(width=128, layers=5, heads=4, block=64, vocabulary=128),
     "10m": Shape(width=320, layers=8, heads=10, block=64, vocabulary=128),
+    "50m": Shape(width=640, layers=10, heads=10, block=64, vocabulary=128),
     # The text only ever uses 128 of these; the rest is there so that every tensor has the size it has in GPT-2.
     "gpt2-small": Shape(width=768, layers=12, heads=12, block=1024, vocabulary=50257),
 }

@@ -9,6 +9,7 @@ import pytest
 
 from tests.cluster.helpers import CHAR_LM, job, run
 
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
 WIDE: dict[str, Any] = {
     "task": {"name": "tests.cluster.own_tasks:Wide"},
     "batch": {"global_size": 8, "micro_shards": 4},
@@ -20,9 +21,9 @@ WIDE: dict[str, Any] = {
     ("method", "residual"),
     [
         ("int8", "replicated"),
-        ("int4", "survivor"),
+        pytest.param("int4", "survivor", marks=pytest.mark.soak),
         ("topk+int8", "survivor"),
-        ("randk", "none"),
+        pytest.param("randk", "none", marks=pytest.mark.soak),
         ("powersgd", "survivor"),
     ],
 )

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from tests.kernels.bits import same_bits
 
 from everstep.kernels import BLOCK, dequantise, quantise
 from everstep.kernels.quantise import (
@@ -21,6 +20,7 @@ from everstep.kernels.quantise import (
     reference_dequantise,
     reference_quantise,
 )
+from tests.kernels.bits import same_bits
 
 SIZES = [0, 1, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1023, 100_001, 1_000_000]
 LEVELS = {8: 127, 4: 7}
