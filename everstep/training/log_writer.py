@@ -16,6 +16,7 @@ from everstep.core import clock
 from everstep.storage.chain import Chain
 from everstep.storage.plan import reach_from
 from everstep.training.base_writer import BaseWriter
+from everstep.training.record import joined
 from everstep.training.replica import Replica
 from everstep.training.shard_state import to_batches
 
@@ -86,7 +87,7 @@ class LogWriter:
         age = max(RESERVE * self.max_lag_s - 2 * self.put_s, self.max_lag_s / 4)
         cuts = self.replica.cut(self.segment_steps, age, all_of_it=flush)
         for cut in cuts:
-            self.chain.put_segment(cut.shard, cut.first, cut.last, cut.batches)
+            self.chain.put_segment(cut.shard, cut.first, cut.last, joined(cut.batches))
         if cuts:
             self.chain.check_tenure()
         for cut in cuts:

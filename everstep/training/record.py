@@ -9,7 +9,7 @@ replayed alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,7 @@ STEP_SCHEMA = pa.schema(
 )
 
 
+JOINED_BYTES = 1 << 20
 UNCOUNTED = (
     "group_epoch", "world_size", "seconds", "digest",
     "indices", "values", "places", "count", "codes", "scales", "bits", "skip", "clip",
@@ -118,6 +119,24 @@ def unpack(shard: int, data: pa.Buffer, values: pa.Buffer | None = None) -> pa.R
     flat = pa.Array.from_buffers(pa.float32(), count, [None, pa.py_buffer(values)])
     listed = pa.LargeListArray.from_arrays(pa.array([0, count], pa.int64()), flat)
     return batch.set_column(place, batch.schema.field(place), listed)
+
+
+def joined(batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """Return records as they are stored: small ones several a batch, since each batch takes a kilobyte of its own."""
+    out: list[list[pa.RecordBatch]] = []
+    size = JOINED_BYTES
+    for batch in batches:
+        size += batch.nbytes
+        if size > JOINED_BYTES:
+            out.append([])
+            size = batch.nbytes
+        out[-1].append(batch)
+    return [part[0] if len(part) == 1 else pa.Table.from_batches(part).combine_chunks().to_batches()[0] for part in out]
+
+
+def rows(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Yield the records of a stored batch, one by one, without copying them."""
+    return (batch.slice(place, 1) for place in range(batch.num_rows))
 
 
 def lsn_of(batch: pa.RecordBatch) -> int:
@@ -201,7 +220,7 @@ def read_delta(batch: pa.RecordBatch) -> ShardDelta | None:
 
 
 def _listed(batch: pa.RecordBatch, name: str) -> np.ndarray[Any, Any]:
-    values: np.ndarray[Any, Any] = batch.column(name).values.to_numpy(zero_copy_only=True)
+    values: np.ndarray[Any, Any] = batch.column(name).flatten().to_numpy(zero_copy_only=True)
     return values
 
 

@@ -20,7 +20,7 @@ from everstep.storage.keys import CompressorKey, DataKey
 from everstep.storage.manifest import CompressorSnapshot
 from everstep.storage.plan import RestorePlan, SegmentUse, ShardPlan, plan_restore
 from everstep.training.blueprint import Blueprint
-from everstep.training.record import lsn_of
+from everstep.training.record import lsn_of, rows
 from everstep.training.shard_state import ShardState, from_batches
 
 Damage = dict[DataKey, str]  # what is wrong with an object
@@ -140,9 +140,9 @@ def plan_records(chain: Chain, plan: ShardPlan) -> Iterator[pa.RecordBatch]:
 
 def _records(uses: Iterable[SegmentUse], objects: Iterable[list[pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
     for use, batches in zip(uses, objects, strict=True):
-        for batch in batches:
-            if use.first <= lsn_of(batch) <= use.last:
-                yield batch
+        for record in (record for batch in batches for record in rows(batch)):
+            if use.first <= lsn_of(record) <= use.last:
+                yield record
 
 
 def _ahead(readers: Executor, chain: Chain, keys: Sequence[DataKey]) -> Iterator[list[pa.RecordBatch]]:

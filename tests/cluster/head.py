@@ -151,6 +151,12 @@ class Node:
                 env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
+    def keep(self) -> None:
+        """Start it again if it has given up: on a busy machine `ray start` waits thirty seconds in vain."""
+        if self.process is not None and self.process.poll() is not None:
+            self.kill()
+            self.start()
+
     def kill(self) -> None:
         """SIGKILL its raylet and every process on it."""
         if self.process is not None:

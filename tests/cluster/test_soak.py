@@ -84,6 +84,8 @@ class Soak:
         before, deadline = -1, clock.monotonic() + PATIENCE_S
         while before < 0 or self.logged() < before + steps:
             before = self.logged() if before < 0 else before
+            for node in self.nodes:
+                node.keep()
             ended = self.driver is not None and self.driver.poll() is not None
             assert not ended and clock.monotonic() < deadline, self.said()
             clock.sleep(0.2)

@@ -11,7 +11,7 @@ from everstep.storage.manifest import CompressorSnapshot
 from everstep.storage.store import Store
 from everstep.training.blueprint import Blueprint
 from everstep.training.recipe import Recipe
-from everstep.training.record import unpack
+from everstep.training.record import joined, unpack
 from everstep.training.shard_state import to_batches
 from tests.unit.training.worlds import Worker, packed, solo, toy_recipe
 
@@ -68,7 +68,7 @@ class History:
         for shard in shards or self.shards:
             first = self.logged[shard] + 1
             batches = [self.records[lsn][shard] for lsn in range(first, self.lsn + 1)]
-            self.chain.put_segment(shard, first, self.lsn, batches)
+            self.chain.put_segment(shard, first, self.lsn, joined(batches))
             self.logged[shard] = self.lsn
         self.chain.check_tenure()
 

@@ -97,8 +97,8 @@ def read_records(found: Object) -> dict[int, dict[str, Any]]:
     """The records of a segment by lsn."""
     out: dict[int, dict[str, Any]] = {}
     for batch in found.batches:
-        (row,) = batch.to_pylist()
-        out[row["lsn"]] = row
+        for row in batch.to_pylist():
+            out[row["lsn"]] = row
     assert list(out) == list(range(int(found.header["everstep.first"]), int(found.header["everstep.last"]) + 1))
     return out
 

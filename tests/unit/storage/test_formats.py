@@ -39,6 +39,7 @@ from everstep.training.record import (
     StepResult,
     pack,
     read_delta,
+    rows,
     schema_of,
     unpack,
 )  # fmt: skip
@@ -209,7 +210,8 @@ def test_segments_are_as_their_pages_say(written: Written) -> None:
 
 def test_deltas_are_read_from_the_pages(written: Written) -> None:
     for name, key in written.keys(SegmentKey):
-        for batch in plain_reader.read_object(written.plain(name)).batches if key.shard else []:
+        stored = plain_reader.read_object(written.plain(name)).batches if key.shard else []
+        for batch in (record for several in stored for record in rows(several)):
             (row,), own = batch.to_pylist(), read_delta(batch)
             assert own is not None and own.indices is not None
             assert plain_reader.places(row["places"], row["count"]) == own.indices.tolist()

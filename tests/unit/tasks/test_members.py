@@ -91,7 +91,9 @@ def test_it_learns(name: str) -> None:
 # --- char_lm
 
 
-@pytest.mark.parametrize(("size", "millions"), [("tiny", 0.21), ("1m", 1.0), ("10m", 9.9), ("50m", 49.3), ("gpt2-small", 124.4)])
+@pytest.mark.parametrize(
+    ("size", "millions"), [("tiny", 0.21), ("1m", 1.0), ("10m", 9.9), ("50m", 49.3), ("gpt2-small", 124.4)]
+)
 def test_parameter_counts(size: str, millions: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPT, "_initialise", lambda *_: None)
     model = build_task("char_lm", {"size": size}).model()

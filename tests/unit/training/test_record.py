@@ -16,15 +16,18 @@ from torch import nn
 
 from everstep.storage.chain import Chain
 from everstep.storage.memory import MemoryStore
+from everstep.training import record
 from everstep.training.delta import Delta, gradient_views, untouched, write_gradient
 from everstep.training.layout import Layout, layout_of, plan_layout
 from everstep.training.record import (
     StepResult,
+    joined,
     lsn_of,
     pack,
     payload_crc,
     read_buffers,
     read_delta,
+    rows,
     schema_of,
     unpack,
 )
@@ -285,3 +288,31 @@ def test_a_segment_is_a_table_for_other_tools() -> None:
     batches = [unpack(0, pack(result_of(dense(TOTAL), lsn=lsn), layout, 0)) for lsn in (1, 2)]
     table = pa.Table.from_batches(batches)
     assert table.schema.equals(schema_of(0)) and table.column("lsn").to_pylist() == [1, 2]
+
+
+# --- several records in one batch
+
+
+def test_small_records_share_a_batch_and_read_back_one_by_one() -> None:
+    layout = layout_for(SIZES, 2)
+    deltas = [sparse(TOTAL, 30), None, dense(TOTAL, frozenset({1})), sparse(TOTAL, 1), dense(TOTAL)]
+    for shard in layout.shards:
+        sent = [unpack(shard, pack(result_of(delta, lsn=at), layout, shard)) for at, delta in enumerate(deltas, 1)]
+        (whole,) = joined(sent)
+        assert whole.num_rows == len(deltas)
+        read = list(rows(whole))
+        assert [lsn_of(batch) for batch in read] == [1, 2, 3, 4, 5]
+        assert [payload_crc(batch) for batch in read] == [payload_crc(batch) for batch in sent]
+        for one, other in zip(read, sent, strict=True):
+            assert unpack(shard, one.serialize()).equals(other)
+
+
+def test_large_records_stay_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = layout_for(SIZES, 1)
+    sent = [unpack(1, pack(result_of(dense(TOTAL), lsn=lsn), layout, 1)) for lsn in (1, 2, 3, 4)]
+    monkeypatch.setattr(record, "JOINED_BYTES", 2 * sent[0].nbytes)
+    assert [batch.num_rows for batch in joined(sent)] == [2, 2]
+    monkeypatch.setattr(record, "JOINED_BYTES", sent[0].nbytes - 1)
+    alone = joined(sent)
+    assert [batch.num_rows for batch in alone] == [1, 1, 1, 1] and alone[0] is sent[0]
+    assert joined([]) == []
