@@ -47,8 +47,6 @@ def _dot(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def _cuda(gradients: Tensors, a: Tensors, b: Tensors, damping: float) -> None:
-    if not gradients:
-        return
     rows = tuple(
         (G.data_ptr(), a_l.data_ptr(), b_l.data_ptr(), *G.shape) for G, a_l, b_l in zip(gradients, a, b, strict=True)
     )
@@ -105,7 +103,8 @@ def eva(gradients: Tensors, a: Tensors, b: Tensors, damping: float) -> None:
         raise ValueError(f"damping must be above zero, got {damping}")
     for layer, (G, a_l, b_l) in enumerate(zip(gradients, a, b, strict=True)):
         _check(layer, G, a_l, b_l, gradients[0].device)
-    _eva(list(gradients), list(a), list(b), damping)
+    if gradients:  # torch cannot tell which device an operator without a tensor is for
+        _eva(list(gradients), list(a), list(b), damping)
 
 
 def _check(layer: int, G: torch.Tensor, a: torch.Tensor, b: torch.Tensor, device: torch.device) -> None:
