@@ -14,7 +14,7 @@ from everstep.core.errors import SettingsError, UserError
 from everstep.platform.settings import from_dict
 from everstep.storage.chain import Chain
 from everstep.storage.plan import counting
-from everstep.training.record import lsn_of
+from everstep.training.record import lsn_of, rows
 from tests.cluster.helpers import STEPS, Done, References, job, run
 
 MIDDLE = 33
@@ -44,9 +44,9 @@ def columns(done: Done, name: str) -> dict[int, Any]:
     """A column of the step's own records by lsn, along the run's history."""
     found = {}
     for use in counting(done.chain.manifest, done.chain.listing(), 0)[1]:
-        for batch in done.chain.read(use.key).batches:
-            if use.first <= lsn_of(batch) <= use.last:
-                found[lsn_of(batch)] = batch.column(name)[0].as_py()
+        for record in (record for batch in done.chain.read(use.key).batches for record in rows(batch)):
+            if use.first <= lsn_of(record) <= use.last:
+                found[lsn_of(record)] = record.column(name)[0].as_py()
     return found
 
 
